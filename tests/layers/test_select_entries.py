@@ -8,6 +8,7 @@ import torch
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, ROWS_FP32_128, get_layout
 from anymla.layers import selection
 from anymla.layers.selection import SlotTarget, TwoLevels, select_entries
+from anymla.ops.indexer import torch_select
 
 HEADS, PAGE, BLOCK = 2, 16, 8
 
@@ -35,7 +36,7 @@ def _selected(monkeypatch, gathers, *, layout, each, contexts, blocks, width, ab
         row[: len(chosen)] = chosen.int()
     out = torch.full((len(q), width), -7, dtype=torch.int32)
     target = SlotTarget(table.clamp(min=0), PAGE, out.clone(), out[:, 0].clone())
-    monkeypatch.setattr(selection, "_gathers", lambda *_: gathers)
+    monkeypatch.setattr(selection, "_within_blocks", lambda *_: gathers)
     select_entries(
         q, None, weights, visible, cache, table, query_lens=(each,) * requests,
         num_decodes=requests, max_context=max(contexts), layout=layout, out=out, target=target,
@@ -72,40 +73,56 @@ def test_a_block_whose_page_is_absent_is_not_read(monkeypatch):
         assert torch.equal(one, other)
 
 
+FEWER_BYTES = [
+    (65_536, 1, 2048, 64, 512, False, True), (49_152, 1, 2048, 64, 512, False, False),
+    (262_144, 5, 2048, 64, 512, False, True), (65_536, 2, 2048, 64, 512, False, False),
+    (65_536, 1, 2048, 64, 512, True, False), (65_536, 1, 2048, 12, 512, False, False),
+    (65_536, 1, 64, 64, 512, False, False),
+]  # fmt: skip
+# Kernels read the keys of blocks once, where they lie.
+FEWER_BYTES_ON_A_DEVICE = [
+    (16_392, 1, 2048, 64, 512, False, True), (16_384, 1, 2048, 64, 512, False, False),
+    (65_544, 4, 2048, 64, 512, False, True), (65_536, 4, 2048, 64, 512, False, False),
+    (65_536, 1, 2048, 64, 512, True, False), (65_536, 1, 2048, 12, 512, False, False),
+    (65_536, 1, 64, 64, 512, False, False),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("context", "each", "blocks", "page", "width", "keeps", "want"),
-    [
-        (65_536, 1, 2048, 64, 512, False, True), (49_152, 1, 2048, 64, 512, False, False),
-        (262_144, 5, 2048, 64, 512, False, True), (65_536, 2, 2048, 64, 512, False, False),
-        (65_536, 1, 2048, 64, 512, True, False), (65_536, 1, 2048, 12, 512, False, False),
-        (65_536, 1, 64, 64, 512, False, False),
-    ],
-)  # fmt: skip
-def test_keys_are_gathered_where_fewer_bytes_move(context, each, blocks, page, width, keeps, want):
+    ("device", "context", "each", "blocks", "page", "width", "keeps", "want"),
+    [("cpu", *case) for case in FEWER_BYTES]
+    + [("meta", *case) for case in FEWER_BYTES_ON_A_DEVICE],
+)
+def test_blocks_are_scored_alone_where_fewer_bytes_move(
+    device, context, each, blocks, page, width, keeps, want
+):
     cache = torch.empty(1, page, 68, dtype=torch.uint8)
     nothing = torch.empty(0)
-    scores = selection._Scores(nothing, None, nothing, nothing, cache, context, INDEX_MXFP4, None)
+    q = torch.empty(0, dtype=torch.uint8, device=device)
+    scores = selection._Scores(q, nothing, nothing, nothing, cache, context, INDEX_MXFP4, None)
     levels = TwoLevels(torch.empty(1, blocks, dtype=torch.int32), 8, keeps)
-    assert selection._gathers(levels, each, scores, width) is want
-    elsewhere = dataclasses.replace(scores, q=torch.empty(0, device="meta"))
-    assert not selection._gathers(levels, each, elsewhere, width)
+    assert selection._within_blocks(levels, each, scores, width) is want
+    # One kernel's sums of FP8 products need not be another's.
+    fp8 = dataclasses.replace(scores, q=torch.empty(0, dtype=torch.float8_e4m3fn, device=device))
+    assert selection._within_blocks(levels, each, fp8, width) is (want and device == "cpu")
 
 
 @pytest.mark.parametrize("context", [65_536, 262_144])
 def test_keys_that_are_scored_do_not_grow_with_the_context(monkeypatch, context):
     seen = []
-    real = selection.select_topk
+    real = torch_select.gathered_keys
 
-    def watched(*args, **named):
-        seen.append((args[1].shape[0] * args[1].shape[1], named["max_context"]))
-        return real(*args, **named)
+    def watched(*args):
+        keys, table = real(*args)
+        seen.append(keys.shape[0] * keys.shape[1])
+        return keys, table
 
     def refused(*args, **named):
         raise AssertionError("all entries are scored")
 
-    monkeypatch.setattr(selection, "select_topk", watched)
+    monkeypatch.setattr(torch_select, "gathered_keys", watched)
     monkeypatch.setattr(selection, "paged_mqa_logits", refused)
     _selected(
         monkeypatch, True, layout=INDEX_MXFP4, each=1, contexts=(context,), blocks=2048, width=512
     )
-    assert seen == [(16_384, 16_384)]
+    assert seen == [16_384]

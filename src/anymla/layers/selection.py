@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import get_layout
-from anymla.formats.pages import PageLayout
 from anymla.ops.indexer import (
     mask_candidates,
     paged_mqa_logits,
@@ -112,20 +110,21 @@ def select_entries(
         ``out``: request-local entries, ascending, then -1.
     """
     scratch_bytes = max(scratch_bytes, LEAST_SCRATCH_BYTES, 8 * max_context)
+    scores = None
     if levels is not None:
         scores = _Scores(q, q_scales, weights, visible, cache, max_context, layout, backend)
-        for call in selection_calls(query_lens, num_decodes, ragged=False):
-            each = (call.end_token - call.first_token) // (call.end_request - call.first_request)
-            if _gathers(levels, each, scores, out.shape[1]):
-                _select_gathered(call, scores, block_table, levels, out, target, scratch_bytes)
-            else:
-                _select_in_levels(call, scores, block_table, levels, out, target, scratch_bytes)
-        return out
-    for call in selection_calls(query_lens, num_decodes, ragged=token_to_req is not None):
+    ragged = token_to_req is not None and levels is None
+    for call in selection_calls(query_lens, num_decodes, ragged=ragged):
         tokens = slice(call.first_token, call.end_token)
         # Ragged calls name the requests of the whole batch.
         requests = slice(None) if call.ragged else slice(call.first_request, call.end_request)
         more = {} if target is None else target.arguments(requests, tokens)
+        if levels is not None and scores is not None:
+            each = (call.end_token - call.first_token) // (call.end_request - call.first_request)
+            if not _within_blocks(levels, each, scores, out.shape[1]):
+                _select_in_levels(call, scores, block_table, levels, out, target, scratch_bytes)
+                continue
+            more |= {"blocks": levels.blocks[tokens], "block_size": levels.block_size}
         select_topk(
             q[tokens],
             cache,
@@ -246,115 +245,28 @@ def _store(
     )
 
 
-# Keys of a token's blocks are read, written side by side, and read again to be scored.
+# On a CPU keys of a token's blocks are read, written side by side, and read again to be scored.
 _GATHERED_PASSES = 3
 
 
-def _gathers(levels: TwoLevels, each: int, scores: _Scores, width: int) -> bool:
-    """Whether the keys of each token's blocks are scored by themselves, as fewer bytes to move.
+def _within_blocks(levels: TwoLevels, each: int, scores: _Scores, width: int) -> bool:
+    """Whether the keys of each token's blocks are scored alone, as fewer bytes to move.
 
     Scoring all keys of a request reads them once for its ``each`` tokens. It is kept where the
-    blocks of a token may have fewer entries than it selects, or lie across pages. So it is on a
-    GPU, where gathering, which takes many launches, has not been timed.
+    blocks of a token may have fewer entries than it selects, or lie across pages. So it is for FP8
+    queries on a device: its kernels may differ in how they sum FP8 products, and which one scores
+    whole contexts is the device's affair.
     """
     held = levels.blocks.shape[1] * levels.block_size
+    on_host = scores.q.device.type == "cpu"
+    passes = _GATHERED_PASSES if on_host else 1
     return (
-        scores.q.device.type == "cpu"
-        and not levels.keeps
+        not levels.keeps
+        and (on_host or scores.q.dtype != torch.float8_e4m3fn)
         and scores.cache.shape[1] % levels.block_size == 0
         and held - levels.block_size >= width
-        and _GATHERED_PASSES * held * each < scores.max_context
+        and passes * held * each < scores.max_context
     )
-
-
-def _select_gathered(
-    call: SelectionCall,
-    scores: _Scores,
-    block_table: Tensor,
-    levels: TwoLevels,
-    out: Tensor,
-    target: SlotTarget | None,
-    scratch_bytes: int,
-) -> None:
-    """Select for the tokens of a call among keys gathered from their blocks, so many at a time.
-
-    Work follows the number of blocks, whatever the context.
-    """
-    each = (call.end_token - call.first_token) // (call.end_request - call.first_request)
-    held = levels.blocks.shape[1] * levels.block_size
-    step = max(1, scratch_bytes // (each * held * get_layout(scores.layout).entry_bytes))
-    for begin in range(call.first_request, call.end_request, step):
-        owners = slice(begin, min(begin + step, call.end_request))
-        first = call.first_token + (begin - call.first_request) * each
-        tokens = slice(first, first + (owners.stop - begin) * each)
-        table = block_table[owners].repeat_interleave(each, 0)
-        visible = scores.visible[tokens]
-        blocks, lengths = _present_blocks(
-            levels.blocks[tokens], levels.block_size, visible, table, scores.cache
-        )
-        keys, places = _gathered_keys(
-            blocks, levels.block_size, table, scores.cache, get_layout(scores.layout)
-        )
-        columns = select_topk(
-            scores.q[tokens],
-            keys,
-            scores.weights[tokens],
-            lengths,
-            places,
-            out.shape[1],
-            max_context=held,
-            layout=scores.layout,
-            q_scales=None if scores.q_scales is None else scores.q_scales[tokens],
-            scratch_bytes=scratch_bytes,
-            backend=scores.backend,
-        )
-        block = blocks.gather(1, columns.clamp(min=0).long() // levels.block_size)
-        entries = block * levels.block_size + columns % levels.block_size
-        chosen = torch.where(columns < 0, -1, entries)
-        _store(chosen, tokens, owners, out, target, scores.backend)
-
-
-def _present_blocks(
-    blocks: Tensor, block_size: int, visible: Tensor, table: Tensor, cache: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Blocks [T, n] that have visible entries, ascending, then others; and how many entries [T].
-
-    Only the last one that is present may end before its last entry. Others are 0.
-    """
-    first = blocks * block_size
-    page = first // cache.shape[1]
-    there = (blocks >= 0) & (first < visible.unsqueeze(1)) & (page < table.shape[1])
-    number = table.gather(1, torch.where(there, page, 0).long())
-    there &= (number >= 0) & (number < cache.shape[0])
-    last = torch.iinfo(torch.int32).max
-    ordered = torch.where(there, blocks, last).sort(1).values
-    held = (visible.unsqueeze(1) - first).clamp(max=block_size)
-    lengths = torch.where(there, held, 0).sum(1, dtype=torch.int32)
-    return torch.where(ordered == last, 0, ordered), lengths
-
-
-def _gathered_keys(
-    blocks: Tensor, block_size: int, table: Tensor, cache: Tensor, layout: PageLayout
-) -> tuple[Tensor, Tensor]:
-    """Pages that hold the entries of each token's blocks one after the other, and their table.
-
-    Blocks that are not there, 0 in ``blocks``, read an entry of the cache, and no score does.
-    """
-    entries = cache.shape[1]
-    share = entries // block_size
-    pages = -(-blocks.shape[1] // share)
-    keys = layout.allocate(len(blocks) * pages, entries, cache.device)
-    page = table.gather(1, (blocks // share).long()).clamp(0, max(0, len(cache) - 1)).long()
-    within = (blocks % share).long()
-    number = torch.arange(len(blocks) * pages, dtype=torch.int32, device=cache.device)
-    number = number.view(len(blocks), pages)
-    place = torch.arange(blocks.shape[1], device=cache.device)
-    to_page, to_within = number[:, place // share].long(), place % share
-    for source, goal in zip(layout.planes(cache), layout.planes(keys), strict=True):
-        if source is not None and goal is not None:
-            there = goal.unflatten(1, (share, block_size))
-            there[to_page, to_within] = source.unflatten(1, (share, block_size))[page, within]
-    return keys, number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,8 @@ from anymla.ops.indexer.shapes import (
     RANKINGS,
     SELECTIONS,
     V4_FLASH,
+    V41_FLASH,
+    WITHIN_BLOCKS,
     RowsShape,
     SelectShape,
 )
@@ -87,6 +89,10 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     for rows in RANKINGS:
         yield str(rows), functools.partial(_rank, rows)
     yield f"{CANDIDATE_BLOCKS} blocks of {CANDIDATE_BLOCK} scores", _candidates
+    for shape in WITHIN_BLOCKS:
+        for kind, layout in _SELECTED:
+            label = f"top {V41_FLASH.topk} within blocks, {shape.label}, {kind} x {layout}"
+            yield label, functools.partial(_within_blocks, shape, kind, layout)
 
 
 def _queries(kind: str, *shape: int) -> tuple[Tensor, Tensor | None]:
@@ -165,6 +171,21 @@ def _candidates() -> None:
     logits, size = float32((1, 65_536)), CANDIDATE_BLOCK
     blocks = select_candidate_blocks(logits, int32(1), CANDIDATE_BLOCKS, block_size=size)
     mask_candidates(logits, blocks, block_size=size)
+
+
+def _within_blocks(shape: SelectShape, kind: str, layout: str) -> None:
+    """What tokens of a request each select within the blocks that were kept for them."""
+    rows, model = shape.rows, V41_FLASH
+    pages, k = shape.keys // model.page_size, model.topk
+    q, scales = _queries(kind, rows, model.heads)
+    table = int32((shape.requests, pages))
+    select_topk(
+        q, get_layout(layout).allocate(pages, model.page_size, "meta"),
+        float32((rows, model.heads)), int32(rows), table, k, layout=layout, q_scales=scales,
+        slot_table=table, slot_page_size=model.page_size, slots=int32((rows, k)),
+        counts=int32(rows),
+        blocks=int32((rows, CANDIDATE_BLOCKS)), block_size=CANDIDATE_BLOCK, backend="triton",
+    )  # fmt: skip
 
 
 def judgement(build: Build, target: Target) -> Judgement:

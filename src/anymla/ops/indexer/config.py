@@ -126,6 +126,7 @@ def choose_select_config(
     target: Target,
     scratch_bytes: int,
     histograms: bool = False,
+    further_row_bytes: int = 0,
 ) -> SelectConfig:
     """The config of a call.
 
@@ -137,6 +138,7 @@ def choose_select_config(
         scratch_bytes: bound of what ``rows`` rows take.
         histograms: top-k by histograms in shared memory (sm_90), for which neither few rows nor
             many are worth sampling.
+        further_row_bytes: scratch that a row takes besides.
 
     Raises:
         ValueError: one token takes more than ``scratch_bytes``.
@@ -160,10 +162,11 @@ def choose_select_config(
         config = SelectConfig("samples", rows, padded_k, splits=splits, capacity=capacity)
     else:
         config = SelectConfig("groups", rows, padded_k, groups=max(groups, 64))
-    most = scratch_bytes // config.row_bytes(entries)
+    row_bytes = config.row_bytes(entries) + further_row_bytes
+    most = scratch_bytes // row_bytes
     if most < 1:
         raise ValueError(
-            f"select_topk: scratch_bytes must be >= {config.row_bytes(entries)} for rows of "
+            f"select_topk: scratch_bytes must be >= {row_bytes} for rows of "
             f"{entries} entries, got {scratch_bytes}"
         )
     wave = _CHUNK_ROWS_PER_SM * target.sm_count

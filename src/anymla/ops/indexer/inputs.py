@@ -32,6 +32,8 @@ class ScoreInputs:
         first_row: number of the first row in the whole call.
         covered: entries that there are to see.
         k: a row of at most so many entries is not scored.
+        block_size: ``block_table`` lists blocks of so many entries, which divide a page, by their
+            places in the cache; 0: it lists pages.
     """
 
     q: Tensor
@@ -48,6 +50,7 @@ class ScoreInputs:
     first_row: int
     covered: int
     k: int
+    block_size: int = 0
 
     @property
     def num_requests(self) -> int:

@@ -356,6 +356,8 @@ def select_topk(
     slot_page_size: int = 64,
     slots: Tensor | None = None,
     counts: Tensor | None = None,
+    blocks: Tensor | None = None,
+    block_size: int = 8,
 ) -> Tensor:
     """Top-k index entries of every token, exactly, in memory that the caller bounds.
 
@@ -367,6 +369,10 @@ def select_topk(
     in ascending order, so that a row with at most k entries, which is not scored, lists all of
     them. Scores exist a chunk of tokens at a time; no result depends on chunks, tiles, or the other
     tokens of the call.
+
+    With ``blocks``, token t sees those of its entries alone that lie in the blocks of its list, and
+    of these the blocks whose page there is. Block b holds ``b * block_size <= w < (b + 1) *
+    block_size``. Keys of other blocks are not scored: work follows the lists, not the context.
 
     Args:
         q: [T, Hi, D] floating point or float8_e4m3fn, or [T, Hi, D/2] packed e2m1 with q_scales.
@@ -391,15 +397,20 @@ def select_topk(
         slots: [T, k] int32 to be filled with the slots of the chosen entries in ``slot_table``, -1
             behind and where there is no such page; or None.
         counts: [T] int32 to be filled with the number of entries chosen; or None.
+        blocks: [T, B] int32, numbers of blocks, distinct and ascending, then -1, as
+            ``select_candidate_blocks`` gives them; numbers behind the last entry name none. None:
+            all entries are seen.
+        block_size: entries of a block, a divisor of the entries of a page.
 
     Returns:
         [T, k] int32, ``out`` if given: entries, ascending, then -1.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or layout; a packed q without q_scales; k
-            below 1; too little scratch, by what a token's scores take; slots without slot_table.
+            below 1; too little scratch, by what a token's scores take; slots without slot_table;
+            blocks that do not divide a page.
 
-    Source: DeepSeek-V4 reference, inference/model.py (Indexer).
+    Source: DeepSeek-V4 and V4.1 references, inference/model.py (Indexer).
     """
     name = "select_topk"
     require(k >= 1, name, "k", ">= 1", k)
@@ -415,6 +426,7 @@ def select_topk(
         slot_table=(slot_table, "R _", INT32),
         slots=(slots, "T K", INT32),
         counts=(counts, "T", INT32),
+        blocks=(blocks, "T _", INT32),
     )
     requests = len(block_table)
     even = token_to_req is not None or (len(q) % requests == 0 if requests else len(q) == 0)
@@ -425,7 +437,10 @@ def select_topk(
     _check_queries(name, q, q_scales, width)
     require(slots is None or slot_table is not None, name, "slot_table", "given for slots", None)
     require(slot_page_size >= 1, name, "slot_page_size", ">= 1", slot_page_size)
-    entries = block_table.shape[1] * pages_of(index_cache).shape[1]
+    page = pages_of(index_cache).shape[1]
+    divides = blocks is None or (block_size >= 1 and page % block_size == 0)
+    require(divides, name, "block_size", f"a divisor of {page}, the entries of a page", block_size)
+    entries = block_table.shape[1] * page
     context = entries if max_context is None else min(entries, max_context)
     least = max(LEAST_SCRATCH_BYTES, 8 * context)
     require(scratch_bytes >= least, name, "scratch_bytes", f">= {least}", scratch_bytes)

@@ -134,6 +134,8 @@ def select_topk(
     slot_page_size: int = 64,
     slots: Tensor | None = None,
     counts: Tensor | None = None,
+    blocks: Tensor | None = None,
+    block_size: int = 8,
 ) -> Tensor:
     """See ``interface.select_topk``."""
     queries, cache = values_of(q, q_scales, torch.float64), pages_of(index_cache)
@@ -155,7 +157,11 @@ def select_topk(
         row[present] = scores(queries[token], weights[token].double(), keys)[present]
         # The precision in which scores are defined; float64 only computes them well.
         row = row.to(wide_dtype(q.dtype, weights.dtype))
-        order = torch.sort(row, descending=True, stable=True).indices[:k].sort().values
+        seen = torch.arange(last, device=q.device)
+        if blocks is not None:
+            seen = seen[present & torch.isin(seen // block_size, blocks[token])]
+        best_first = torch.sort(row[seen], descending=True, stable=True).indices
+        order = seen[best_first[:k]].sort().values
         best[token, : len(order)] = order
         chosen[token] = len(order)
         if slot_table is not None:

@@ -28,6 +28,8 @@ class IndexerShape:
 
 V4_FLASH = IndexerShape(64, 128, 64, 64, 512, 4)
 V4_PRO = dataclasses.replace(V4_FLASH, topk=1024)
+# The layers that select within blocks.
+V41_FLASH = dataclasses.replace(V4_FLASH, heads=32, page_size=256, ratio=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,3 +109,5 @@ RANKINGS = (
 )
 # DeepSeek-V4.1's blocks of entries that later layers select within: entries of a block, and blocks.
 CANDIDATE_BLOCK, CANDIDATE_BLOCKS = 8, 2048
+# Selections within them.
+WITHIN_BLOCKS = (SelectShape(1, 1, 262_144), SelectShape(32, 1, 65_536))

@@ -85,6 +85,8 @@ def sm90_select_support(
 ) -> Support:
     """Of ``select_topk`` by ``gluon_sm90``: FP8 queries of 64 heads, FP8 pages of 64 keys."""
     support = _sm90(q.device)
+    if support and kwargs.get("blocks") is not None:
+        return Support(False, "scores whole contexts, not listed blocks")
     if support:
         support = select_support(q, index_cache, weights, lengths, block_table, k, **kwargs)
     if support:

@@ -15,15 +15,24 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import INDEX_FP8
+from anymla.formats.page_layout import INDEX_FP8, get_layout
+from anymla.formats.pages import pages_of
 from anymla.ops import _host
 from anymla.ops._check import wide_dtype
 from anymla.ops._torch_pages import slots_of
+from anymla.ops.indexer.torch_blocks import (
+    entries_of,
+    gathered_keys,
+    present_blocks,
+    rows_at_once,
+)
 from anymla.ops.indexer.torch_scores import PagedKeys, decoded_queries, score_rows
 
 # Bytes that a score costs while it is merged, and a channel of a key while it is decoded.
 _MERGE_BYTES = 48
 _DECODE_BYTES = 24
+# One of so many shares of the scratch is for keys that are gathered from blocks.
+_GATHERED_SHARE = 8
 # On a CPU: rows that share decoded keys, and scores merged at a time (8 MiB of int64).
 _CPU_ROWS = 64
 _CPU_MERGED = 1 << 20
@@ -66,6 +75,8 @@ def select_topk(
     slot_page_size: int = 64,
     slots: Tensor | None = None,
     counts: Tensor | None = None,
+    blocks: Tensor | None = None,
+    block_size: int = 8,
 ) -> Tensor:
     """See ``interface.select_topk``."""
     wide = wide_dtype(q.dtype, weights.dtype)
@@ -80,6 +91,12 @@ def select_topk(
         owners = token_to_req.long()
     known = (owners >= 0) & (owners < requests)
     visible = torch.where(known, lengths.long().clamp(0, covered), 0)
+    if blocks is not None:
+        top, visible = _select_within(
+            q, index_cache, weights, visible, block_table, k, owners, layout=layout,
+            q_scales=q_scales, scratch_bytes=scratch_bytes, blocks=blocks, block_size=block_size,
+        )  # fmt: skip
+        return _results(top, visible, owners, out, slot_table, slot_page_size, slots, counts)
 
     column = torch.arange(k, device=q.device)
     top = torch.where(column < visible.unsqueeze(1), column, -1)
@@ -99,13 +116,74 @@ def select_topk(
         for rows, group in _groups(batch, owners, each):
             chosen = _select(batch, rows, group)
             top[rows] = torch.where(scored[rows].unsqueeze(1), chosen, top[rows])
+    return _results(top, visible, owners, out, slot_table, slot_page_size, slots, counts)
+
+
+def _results(
+    top: Tensor,
+    visible: Tensor,
+    owners: Tensor,
+    out: Tensor | None,
+    slot_table: Tensor | None,
+    slot_page_size: int,
+    slots: Tensor | None,
+    counts: Tensor | None,
+) -> Tensor:
+    """Store what follows from the entries chosen, int64 [T, k], of ``visible`` [T]."""
     if slots is not None:
         assert slot_table is not None
         found = slots_of(top, owners.unsqueeze(1), slot_table, slot_page_size)
         slots.copy_(found.masked_fill_(found > _COLUMN, -1))
     if counts is not None:
-        counts.copy_(visible.clamp(max=k))
+        counts.copy_(visible.clamp(max=top.shape[1]))
     return top.int() if out is None else out.copy_(top)
+
+
+def _select_within(
+    q: Tensor,
+    index_cache: Tensor,
+    weights: Tensor,
+    visible: Tensor,
+    block_table: Tensor,
+    k: int,
+    owners: Tensor,
+    *,
+    layout: str,
+    q_scales: Tensor | None,
+    scratch_bytes: int,
+    blocks: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Entries [T, k], int64, of each row's blocks, and how many there are to see [T].
+
+    ``owners`` [T] are the rows' requests, ``visible`` [T] 0 where there is none.
+    """
+    cache = pages_of(index_cache)
+    top = torch.full((len(q), k), -1, dtype=torch.int64, device=q.device)
+    seen = torch.zeros_like(visible)
+    if not len(cache) or not blocks.shape[1] or not block_table.numel():
+        return top, seen
+    gathered = scratch_bytes // _GATHERED_SHARE
+    step = rows_at_once(blocks.shape[1], block_size, layout, gathered)
+    for first in range(0, len(q), step):
+        rows = slice(first, first + step)
+        table = block_table[owners[rows].clamp(0, len(block_table) - 1)]
+        listed, seen_here = present_blocks(blocks[rows], block_size, visible[rows], table, cache)
+        keys, places = gathered_keys(listed, block_size, table, cache, get_layout(layout))
+        columns = select_topk(
+            q[rows],
+            keys,
+            weights[rows],
+            seen_here,
+            places,
+            k,
+            max_context=blocks.shape[1] * block_size,
+            layout=layout,
+            q_scales=None if q_scales is None else q_scales[rows],
+            scratch_bytes=scratch_bytes - gathered,
+        )
+        top[rows], seen[rows] = entries_of(columns, listed, block_size).long(), seen_here.long()
+    return top, seen
 
 
 def _groups(batch: _Batch, owners: Tensor, each: int) -> Iterator[tuple[slice, Tensor]]:

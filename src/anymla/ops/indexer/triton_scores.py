@@ -10,10 +10,11 @@ are summed:
     keys of a request | tile | tile | ..  x  [rows x heads]  ->  scores [rows, keys]
                                                                  maxima [rows, keys / 16]
 
-One kernel with three options. Keys lie in pages that a block table lists, or, without one, in a
-list. With a ``context`` what a row does not see is -inf up to there; without, it is not written.
-With ``maxima`` the largest of each 16 scores is written as an ordered integer, for the top-k by
-groups.
+One kernel with four options. Keys lie in pages that a block table lists, or, without one, in a
+list. The table may list blocks, parts of pages, for each row: columns are then the entries of these
+side by side. With a ``context`` what a row does not see is -inf up to there; without, it is not
+written. With ``maxima`` the largest of each 16 scores is written as an ordered integer, for the
+top-k by groups.
 
 Kinds of values are "e4m3" and "e2m1" (codes), "fp16", "bf16" and "fp32". The product is taken in
 the narrowest arithmetic that holds both operands' values exactly; sums are always float32. Codes of
@@ -309,6 +310,7 @@ def _locate(
     page_stride,
     KEYS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     """Where keys [at, at + KEYS) are; ``at`` is a multiple of KEYS, below ``stop``.
 
@@ -317,7 +319,17 @@ def _locate(
     """
     number = tl.arange(0, KEYS)
     wide = tl.full((), 1, tl.int64)
-    if ENTRIES % KEYS == 0:
+    if BLOCK_SIZE > 0:
+        SHARE: tl.constexpr = ENTRIES // BLOCK_SIZE
+        key = at + number
+        block = tl.load(
+            table + (key // BLOCK_SIZE).to(tl.int64) * table_stride, mask=key < stop, other=-1
+        )
+        there = (block >= 0) & (block < pages * SHARE)
+        block = tl.where(there, block, 0)
+        place = block % SHARE * BLOCK_SIZE + key % BLOCK_SIZE
+        return (block // SHARE).to(tl.int64) * page_stride, place, there
+    elif ENTRIES % KEYS == 0:
         page = tl.load(table + wide * (at // ENTRIES) * table_stride)
         known = (page >= 0) & (page < pages)
         page_at = tl.where(known, page, 0).to(tl.int64) * page_stride
@@ -389,6 +401,7 @@ def scores_kernel(
     HEADS: tl.constexpr,
     CONFIG: tl.constexpr,
     ENTRIES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     FORMAT: tl.constexpr,
     Q_KIND: tl.constexpr,
     MATH: tl.constexpr,
@@ -428,6 +441,7 @@ def scores_kernel(
         HEADS: of a row.
         CONFIG: a ``ScoreConfig``.
         ENTRIES: of a page.
+        BLOCK_SIZE: the table lists blocks of so many entries, by their places; 0: pages.
         FORMAT: codec of pages, or a ``ListFormat``.
         Q_KIND: kind of the queries' values.
         MATH: arithmetic of the product.
@@ -489,7 +503,7 @@ def scores_kernel(
                 else:
                     page_at, place, there = _locate(
                         pages_of_request, table_column_stride, at, stop, pages, keys_stride, KEYS,
-                        ENTRIES,
+                        ENTRIES, BLOCK_SIZE,
                     )  # fmt: skip
                     scales_at = page_at + ENTRIES * DATA + place * SCALES
                     values_at = page_at + place * DATA
@@ -603,9 +617,9 @@ def write_scores(
         0 if maxima is None else maxima.stride(0), inputs.first_row, rows,
         max(inputs.rows_per_request, 1), inputs.num_requests, pages, inputs.covered, inputs.k,
         split, context or None,
-        HEADS=heads, CONFIG=config, ENTRIES=entries, FORMAT=key_format, Q_KIND=q_kind, MATH=math,
-        NATIVE=target.native_e4m3, CANONICAL_NAN=target.backend == "cuda",
-        num_warps=config.warps, num_stages=config.stages,
+        HEADS=heads, CONFIG=config, ENTRIES=entries, BLOCK_SIZE=inputs.block_size,
+        FORMAT=key_format, Q_KIND=q_kind, MATH=math, NATIVE=target.native_e4m3,
+        CANONICAL_NAN=target.backend == "cuda", num_warps=config.warps, num_stages=config.stages,
         **score_registers(config, math, context > 0, target), **pdl_launch(inputs.q.device),
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ With one split, ``collect`` merges its own row.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,7 @@ from anymla.ops.indexer.config import (
     sample_block_and_warps,
 )
 from anymla.ops.indexer.inputs import ScoreInputs, SelectOutputs, select_inputs, writable
+from anymla.ops.indexer.triton_blocks import ListedBlocks, store_slots
 from anymla.ops.indexer.triton_scores import row_ranges, write_scores
 from anymla.ops.indexer.triton_topk import NOTHING, kth_largest, narrow, ordered, places
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -59,34 +61,6 @@ _GROUP = tl.constexpr(GROUP)
 _EACH = tl.constexpr(4)  # neighbours that a thread loads at once
 _RUN = tl.constexpr(8)  # samples side by side
 _LARGEST = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _store_slots(
-    out,
-    slots,
-    table,
-    table_stride,
-    table_pages,
-    slot_page,
-    count,
-    k,
-    PADDED_K: tl.constexpr,
-):
-    """The slots of ``count`` entries that a row has been given, then -1.
-
-    ``out`` and ``slots`` point to the row's results, ``table`` to its request's pages.
-    """
-    place = tl.arange(0, PADDED_K)
-    there = place < count
-    entry = tl.load(out + place, mask=there, other=0)
-    column = entry // slot_page
-    page = tl.load(
-        table + column.to(tl.int64) * table_stride, mask=there & (column < table_pages), other=-1
-    )
-    slot = page.to(tl.int64) * slot_page + entry % slot_page
-    slot = tl.where((page >= 0) & (slot < 0x80000000), slot, -1)
-    tl.store(slots + place, slot.to(tl.int32), mask=place < k)
 
 
 @triton.jit
@@ -107,7 +81,7 @@ def _store_all(
     if slots is not None:
         # Written by other threads of this CTA.
         tl.debug_barrier()
-        _store_slots(out, slots, table, table_stride, table_pages, slot_page, count, k, PADDED_K)
+        store_slots(out, slots, table, table_stride, table_pages, slot_page, count, k, PADDED_K)
 
 
 @triton.jit(
@@ -217,7 +191,7 @@ def row_topk_kernel(
         if slots is not None:
             # Written by other threads of this CTA.
             tl.debug_barrier()
-            _store_slots(
+            store_slots(
                 out, slots, table, table_column_stride, table_pages, slot_page, k, k, PADDED_K
             )
 
@@ -406,7 +380,7 @@ def sample_collect_kernel(
                 _select_by_bisection(scores, count, k, out, BLOCK)
             if slots is not None:
                 tl.debug_barrier()
-                _store_slots(
+                store_slots(
                     out, slots, table, table_column_stride, table_pages, slot_page, k, k, PADDED_K
                 )
 
@@ -469,7 +443,7 @@ def sample_merge_kernel(
         if slots is not None:
             # Written by other threads of this CTA.
             tl.debug_barrier()
-            _store_slots(
+            store_slots(
                 out, slots, table, table_column_stride, table_pages, slot_page, k, k, PADDED_K
             )
 
@@ -500,6 +474,8 @@ def select_with(
     slot_page_size: int = 64,
     slots: Tensor | None = None,
     counts: Tensor | None = None,
+    blocks: Tensor | None = None,
+    block_size: int = 8,
 ) -> Tensor:
     """``interface.select_topk`` with scores from ``score``.
 
@@ -519,21 +495,30 @@ def select_with(
     )
     if len(inputs.q):
         target = device_facts.target_of(device)
+        # Of blocks, scores and top-k know their entries' columns.
+        columns = inputs.covered if blocks is None else blocks.shape[1] * block_size
+        columns = min(columns, inputs.covered)
         config = choose_select_config(
             len(inputs.q),
             # Without pages all scores are -inf, and the first entries win.
-            inputs.covered if len(pages_of(inputs.keys)) else 0,
+            columns if len(pages_of(inputs.keys)) else 0,
             inputs.k,
             target=target,
             scratch_bytes=scratch_bytes,
             histograms=row_topk is not None,
+            further_row_bytes=0 if blocks is None else ListedBlocks.row_bytes(blocks),
         )
-        memory = _Scratch(config, inputs.covered, device)
+        memory = _Scratch(config, columns, device)
+        listed = None if blocks is None else ListedBlocks.of(blocks, block_size, config.chunk)
         for first in range(0, len(inputs.q), config.chunk):
             chunk, chunk_outputs = inputs, outputs
             if config.chunk < len(inputs.q):
                 part = slice(first, first + config.chunk)
                 chunk, chunk_outputs = inputs.chunk(part), outputs.chunk(part)
+            of_entries = chunk, chunk_outputs
+            if listed is not None:
+                chunk = listed.columns_of(chunk, first, target)
+                chunk_outputs = dataclasses.replace(chunk_outputs, slots=None, slot_table=None)
             if config.algorithm != "all":
                 score(chunk, memory.scores, memory.maxima, target)
             arguments = _row_arguments(chunk, chunk_outputs)
@@ -542,6 +527,8 @@ def select_with(
                 row_topk(config, bits, memory.maxima, arguments)
             else:
                 _launch_topk(config, memory, arguments, target)
+            if listed is not None:
+                listed.store_entries(*of_entries, target)
     for given, written in ((counts, outputs.counts), (slots, outputs.slots)):
         if given is not None and written is not None and written is not given:
             given.copy_(written)

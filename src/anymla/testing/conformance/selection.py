@@ -1,4 +1,4 @@
-"""Cases I11 .. I14: the selection straight from the index cache."""
+"""Cases I11 .. I14 and I17: the selection straight from the index cache."""
 
 from __future__ import annotations
 
@@ -149,3 +149,55 @@ def bounded_selection(ops: Ops) -> None:
     expect(largest.num_bytes <= budget, f"one tensor takes {largest.num_bytes / 2**20:.1f} MiB")
     alone = ops.select_topk(q[:1], guarded.cache, weights[:1], lens[:1], table, 512)
     expect(bool((chosen == alone).all()), "equal tokens select alike, in any round")
+
+
+@case(
+    "I17",
+    "a selection within blocks is the best of their entries alone, each in its own request",
+    "select_topk",
+)
+def within_blocks(ops: Ops) -> None:
+    entries, size, k = [90, 40], 4, 9
+    table, pages = scattered_pages(entries, 16)
+    guarded = guarded_cache(INDEX_FP8, pages, 16)
+    keys = []
+    for request, count in enumerate(entries):
+        numbers = torch.arange(count)
+        keys.append(_integers(count, 128))
+        guarded.write(table[request].long()[numbers // 16] * 16 + numbers % 16, keys[-1])
+    owner = torch.tensor([0, 0, 1, 1, 0, -1], dtype=torch.int32)
+    lens = torch.tensor([90, 86, 40, 7, 33, 90], dtype=torch.int32)
+    # The last block of the first two ends early; of the fifth's, two begin behind what it sees.
+    blocks = torch.tensor(
+        [[0, 3, 8, 21, 22], [2, 4, 5, 20, 21], [1, 6, 9, -1, -1], [0, 1, -1, -1, -1],
+         [7, 8, 9, 12, -1], [0, 1, 2, 3, 4]], dtype=torch.int32,
+    )  # fmt: skip
+    q, weights = _integers(6, 3, 128), _integers(6, 3)
+    slots, counts = torch.full((6, k), 77, dtype=torch.int32), torch.full((6,), 77).int()
+    chosen = ops.select_topk(
+        q,
+        guarded.cache,
+        weights,
+        lens,
+        table,
+        k,
+        token_to_req=owner,
+        slot_table=table,
+        slot_page_size=16,
+        slots=slots,
+        counts=counts,
+        blocks=blocks,
+        block_size=size,
+    )
+    for token, request in enumerate(owner.tolist()):
+        want: list[int] = []
+        if request >= 0:
+            listed = set(blocks[token].tolist())
+            seen = [n for n in range(int(lens[token])) if n // size in listed]
+            part = keys[request][seen].double()
+            scores = index_scores(q[token : token + 1], part, weights[token : token + 1])
+            want = [seen[place] for place in _best(scores[0], k)]
+        _check(chosen, token, want, f"token {token}")
+        expect(int(counts[token]) == len(want), f"token {token}: count {int(counts[token])}")
+        places = [int(table[request, n // 16]) * 16 + n % 16 for n in want]
+        _check(slots, token, places, f"token {token}: slots")

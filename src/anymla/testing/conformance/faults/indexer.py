@@ -206,3 +206,29 @@ def negative_lengths_wrap(
 ) -> Tensor:
     chosen: Tensor = GOOD.select_topk(q, cache, weights, lengths.abs(), *args, **rest)
     return chosen
+
+
+@fault("select_topk", "I17")
+def blocks_are_overlooked(*args: Any, **rest: Any) -> Tensor:
+    rest.pop("blocks", None)
+    chosen: Tensor = GOOD.select_topk(*args, **rest)
+    return chosen
+
+
+@fault("select_topk", "I17")
+def the_last_block_is_whole(
+    q: Tensor, cache: Tensor, weights: Tensor, lengths: Tensor, *args: Any, **rest: Any
+) -> Tensor:
+    if rest.get("blocks") is not None:
+        size = rest["block_size"]
+        lengths = (lengths + size - 1) // size * size
+    chosen: Tensor = GOOD.select_topk(q, cache, weights, lengths, *args, **rest)
+    return chosen
+
+
+@fault("select_topk", "I17")
+def no_block_is_the_first(*args: Any, blocks: Tensor | None = None, **rest: Any) -> Tensor:
+    if blocks is not None:
+        blocks = blocks.clamp(min=0)
+    chosen: Tensor = GOOD.select_topk(*args, blocks=blocks, **rest)
+    return chosen
