@@ -265,7 +265,14 @@ class ScoreConfig:
 
 
 def choose_score_config(
-    rows: int, heads: int, width: int, math: str, target: Target, *, paged_keys: int | None = None
+    rows: int,
+    heads: int,
+    width: int,
+    math: str,
+    target: Target,
+    *,
+    paged_keys: int | None = None,
+    listed: bool = False,
 ) -> ScoreConfig:
     """The tile for rows that share their keys.
 
@@ -281,6 +288,8 @@ def choose_score_config(
         paged_keys: keys of all requests, if they are found through a block table. Page ids are
             then copied ahead as well, two loads deep: of four stages one tile of keys is in
             flight, of five two. A row alone has large tiles, of which fewer CTAs then fit.
+        listed: the table lists blocks of a few entries, and a CTA has a tile or two of them: more
+            loads ahead take 6 to 9 % longer (1, 8 and 32 rows of 16,384 entries, H100).
     """
     padded_heads = next_power_of_2(heads)
     narrow = target.narrow
@@ -304,6 +313,8 @@ def choose_score_config(
     stages = 4 if target.shared_bytes >= _FOUR_STAGES_SHARED_BYTES else 2
     if paged_keys is not None and stages == 4 and target.backend == "cuda":
         stages = 5 if together > 1 or paged_keys >= _DEEP_PIPELINE_KEYS else 4
+    if listed:
+        stages = min(stages, 2)
     # Intel: 4 warps spill 100 registers, or 195 for two rows, 8 none (docs/intel.md).
     warps = 8 if narrow or target.backend == "xpu" else 4
     return ScoreConfig(together, padded_heads, padded_width, padded_width, keys, warps, stages)

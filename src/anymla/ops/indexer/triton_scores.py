@@ -607,6 +607,7 @@ def write_scores(
         math,
         target,
         paged_keys=None if table is None else rows * inputs.covered,
+        listed=inputs.block_size > 0,
     )
     groups, columns = triton.cdiv(rows, config.rows), max(inputs.covered, context)
     split = split_size(groups, columns, config)
