@@ -61,22 +61,25 @@ def e4m3_to_fp16(codes, NATIVE: tl.constexpr):
 @triton.jit
 def fp32_to_e4m3(x, NATIVE: tl.constexpr):
     """Encode float32 to uint8 e4m3fn codes: nearest even, saturating at 448, NaN to 0x7F."""
-    if NATIVE:
-        clamped = tl.clamp(x, -448.0, 448.0)
-        codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
+    if NATIVE == 2:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        bits = x.to(tl.uint32, bitcast=True)
-        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
-        # Normal codes: add half of the 20 dropped mantissa bits, ties to even, and re-base the
-        # exponent from 127 to 7. A mantissa that overflows carries into the exponent by itself.
-        odd = (magnitude >> 20) & 1
-        normal = ((magnitude + 0x7FFFF + odd) >> 20) - (120 << 3)
-        # Below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves that multiple, rounded to
-        # nearest even, in the mantissa's lowest bits.
-        small = magnitude.to(tl.float32, bitcast=True) + 16384.0
-        subnormal = small.to(tl.uint32, bitcast=True) - 0x46800000
-        codes = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
-    return tl.where(x != x, 0x7F, codes).to(tl.uint8)
+        if NATIVE:
+            clamped = tl.clamp(x, -448.0, 448.0)
+            codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
+        else:
+            bits = x.to(tl.uint32, bitcast=True)
+            magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
+            # Normal codes: add half of the 20 dropped mantissa bits, ties to even, and re-base the
+            # exponent from 127 to 7. A mantissa that overflows carries into the exponent by itself.
+            odd = (magnitude >> 20) & 1
+            normal = ((magnitude + 0x7FFFF + odd) >> 20) - (120 << 3)
+            # Below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves that multiple, rounded to
+            # nearest even, in the mantissa's lowest bits.
+            small = magnitude.to(tl.float32, bitcast=True) + 16384.0
+            subnormal = small.to(tl.uint32, bitcast=True) - 0x46800000
+            codes = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+        return tl.where(x != x, 0x7F, codes).to(tl.uint8)
 
 
 @triton.jit

@@ -53,7 +53,8 @@ class Target:
         warp_size: threads of a warp; kernels do not depend on it, building them does. Intel's
             compiler makes it 16, or 8, where there are matrix products.
         shared_bytes: shared memory that one CTA can have.
-        native_e4m3: conversions from and to OCP e4m3 are instructions, and shorter than bits.
+        native_e4m3: whether conversions from and to OCP e4m3 are instructions, and shorter than
+            bits: 0 or 1; 2 if those to e4m3 saturate and make 0x7F of every NaN.
         dot_e4m3: matrix products of OCP e4m3 operands are instructions.
         sm_count: SMs (CUs, Xe cores): how many CTAs that fill one run at a
             time. ``target_of`` has the device's own; in TARGETS it is a common product's.
@@ -63,7 +64,7 @@ class Target:
     backend: str
     warp_size: int
     shared_bytes: int
-    native_e4m3: bool
+    native_e4m3: int
     dot_e4m3: bool
     sm_count: int = 1
 
@@ -98,11 +99,11 @@ TARGETS = {
     for target in (
         Target("sm_80", "cuda", 32, 163 * _KIB, False, False, 108),
         Target("sm_86", "cuda", 32, 99 * _KIB, False, False, 84),
-        Target("sm_89", "cuda", 32, 99 * _KIB, True, True, 142),
-        Target("sm_90", "cuda", 32, 227 * _KIB, True, True, 132),
-        Target("sm_100", "cuda", 32, 227 * _KIB, True, True, 148),
-        Target("sm_120", "cuda", 32, 99 * _KIB, True, True, 188),
-        Target("sm_121", "cuda", 32, 99 * _KIB, True, True, 48),
+        Target("sm_89", "cuda", 32, 99 * _KIB, 2, True, 142),
+        Target("sm_90", "cuda", 32, 227 * _KIB, 2, True, 132),
+        Target("sm_100", "cuda", 32, 227 * _KIB, 2, True, 148),
+        Target("sm_120", "cuda", 32, 99 * _KIB, 2, True, 188),
+        Target("sm_121", "cuda", 32, 99 * _KIB, 2, True, 48),
         Target("gfx942", "hip", 64, 64 * _KIB, False, False, 304),
         Target("gfx950", "hip", 64, 160 * _KIB, True, True, 256),
         Target("gfx1151", "hip", 32, 64 * _KIB, False, False, 40),
@@ -146,7 +147,7 @@ def _architecture(properties: Any) -> Target:
     shared = getattr(properties, "shared_memory_per_block_optin", UNKNOWN_CUDA.shared_bytes)
     native = (properties.major, properties.minor) >= (8, 9)
     return dataclasses.replace(
-        UNKNOWN_CUDA, shared_bytes=shared, native_e4m3=native, dot_e4m3=native
+        UNKNOWN_CUDA, shared_bytes=shared, native_e4m3=2 * native, dot_e4m3=native
     )
 
 
