@@ -141,4 +141,4 @@ def test_single_kernels_against_the_devices_ceilings(clock):
 
 
 def test_families_of_single_kernels():
-    assert gpu.families() == ["attention", "cache", "indexer", "layer"]
+    assert gpu.families() == ["attention", "cache", "engram", "indexer", "layer"]

@@ -217,13 +217,22 @@ def test_the_cases_of_a_layer_share_its_weights(monkeypatch, clock):
 
 
 @pytest.mark.parametrize(
-    ("name", "ratios", "kv_cache"),
-    [("flash", [0, 0, 4, 128], "fp8"), ("flash-41", [0, 0, 2, 2], "nvfp4")],
+    ("name", "ratios", "kv_cache", "ngrams"),
+    [
+        ("flash", [0, 0, 4, 128], "fp8", False),
+        ("flash-41", [0, 0, 2, 2], "nvfp4", False),
+        ("flash-41", [0, 0, 2, 2], "nvfp4", True),
+    ],
 )
-def test_a_whole_small_model_takes_steps(name, ratios, kv_cache):
-    changes = SMALL | {"vocab_size": 300}
-    model = random_model(name, torch.device("cpu"), layers=4, experts=8, changes=changes)
+def test_a_whole_small_model_takes_steps(name, ratios, kv_cache, ngrams):
+    changes = (
+        SMALL | {"vocab_size": 300} | ({"engram_compressed_vocab_size": 200} if ngrams else {})
+    )
+    model = random_model(
+        name, torch.device("cpu"), layers=4, experts=8, changes=changes, ngrams=ngrams
+    )
     assert [spec.ratio for spec in model.layer_specs] == ratios
+    assert [layer.engram is not None for layer in model.layers] == [False, ngrams, False, False]
     given = {"context": 40, "steps": 2, "kv_cache": kv_cache}
     results = list(decode_steps(model, "small", (2,), ("fixed", "plain"), **given))
     assert [result.case for result in results] == [

@@ -50,7 +50,7 @@ def no_device(monkeypatch):
             "--shapes decode --most-keys 64: no case is of that; "
             "there are 2048, 8192, 32768, 262144",
         ),
-        ("gpu --family foo", "--family foo: there are attention, cache, indexer, layer"),
+        ("gpu --family foo", "--family foo: there are attention, cache, engram, indexer, layer"),
         ("model --layers 44", "--layers 44: flash has 43"),
         (
             "attention --v32 --fused-end",

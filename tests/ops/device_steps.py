@@ -18,6 +18,7 @@ from anymla.formats.nvfp4 import quantize_nvfp4
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.state_layout import allocate_states
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
+from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
 from anymla.ops.indexer import indexer_q_rope_quant, mqa_logits, paged_mqa_logits, topk_per_row
 from anymla.ops.kv_cache import (
@@ -416,6 +417,24 @@ def run_hyper_connection(
     return y, post, comb, after, *fused, head
 
 
+def make_engram(count: int) -> Inputs:
+    return {
+        "codes": torch.randint(0, 126, (count, 3, 64)).to(torch.uint8),
+        "scales": torch.randint(120, 130, (count, 3, 2)).to(torch.uint8),
+        "h": normal(count, 4, 128),
+        "projected": normal(count, 5 * 128),
+        "weight": torch.rand(4, 128),
+    }
+
+
+def run_engram(
+    codes: Tensor, scales: Tensor, h: Tensor, projected: Tensor, weight: Tensor
+) -> tuple[Tensor, ...]:
+    rows = torch.empty(len(h), 3 * 64, dtype=torch.bfloat16)
+    engram_rows(rows, codes, scales, backend="triton")
+    return rows, engram_gate(h, projected, weight, eps=EPS, backend="triton")
+
+
 def make_moe(count: int) -> Inputs:
     def packed(rows: int, width: int) -> Inputs:
         codes, scales = zip(
@@ -487,5 +506,6 @@ STEPS = {
     "output_projection": Step(make_output_projection, run_output_projection, ("o", "positions")),
     "linear": Step(make_linear, run_linear, ("x",)),
     "hyper_connection": Step(make_hyper_connection, run_hyper_connection, ("h", "u")),
+    "engram": Step(make_engram, run_engram, ("codes", "scales", "h", "projected")),
     "moe": Step(make_moe, run_moe, ("x", "token_ids", "ids", "weights")),
 }

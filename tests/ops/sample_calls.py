@@ -141,6 +141,17 @@ _CALLS = {
         "compress_ratio": 2,
         "overlap": False,
     },
+    "engram_rows": lambda: {
+        "out": torch.empty(TOKENS, 12),
+        "codes": torch.zeros(TOKENS, 3, 4).byte(),
+        "scales": torch.zeros(TOKENS, 3, 2).byte(),
+    },
+    "engram_gate": lambda: {
+        "h": torch.randn(TOKENS, 2, 32),
+        "projected": torch.randn(TOKENS, 96),
+        "weight": torch.rand(2, 32),
+        "eps": 1e-6,
+    },
     "hc_gates": lambda: {"h": torch.randn(TOKENS, 2, 32), **_sites(), **_eps("iters")},
     "hc_collapse_norm": lambda: {
         "h": torch.randn(TOKENS, 2, 32),

@@ -134,6 +134,7 @@ def test_a_step_leaves_little_to_torch_and_asks_nothing_of_the_host(resolved, ca
     found = dict(resolved[case])
     assert found.pop("copied from the host") == []
     # All that there is to run: experts, products, caches, selection in two levels, attention.
-    assert {"experts", "fp8_block_linear", "hc_gates", "sparse_attention", *TORCH} <= found.keys()
+    kinds = {"engram_gate", "engram_rows", "experts", "fp8_block_linear", "hc_gates"}
+    assert kinds | {"sparse_attention", *TORCH} <= found.keys()
     left = {name for name, backends in found.items() if {"torch", "reference"} & {*backends}}
     assert left == TORCH.keys()

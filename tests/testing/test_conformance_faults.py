@@ -10,6 +10,7 @@ import torch
 from anymla.formats.e4m3 import encode_e4m3
 from anymla.layers import engram
 from anymla.layers.compressor import LatentCompressor
+from anymla.ops.engram import torch_engram
 from anymla.runtime.ngrams import NgramReader
 from anymla.testing.conformance import Ops, load_cases, mutations
 from anymla.testing.conformance import cache as cache_cases
@@ -131,7 +132,7 @@ def _a_gap_hides_nothing(monkeypatch) -> None:
 
 
 def _least_size_of_a_gate_missing(monkeypatch) -> None:
-    monkeypatch.setattr(engram, "_LEAST_DOT", 0.0)
+    monkeypatch.setattr(torch_engram, "LEAST_DOT", 0.0)
 
 
 @pytest.mark.parametrize(

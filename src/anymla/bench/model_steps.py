@@ -16,7 +16,7 @@ from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights
 from anymla.bench.report import Result
 from anymla.bench.timing import median, spread
-from anymla.model.build import Builder
+from anymla.model.build import Builder, Ngrams
 from anymla.model.config import ModelConfig
 from anymla.model.transformer import Transformer
 from anymla.ops.compile_ahead import compiled_together
@@ -35,10 +35,24 @@ PART = "whole model, random weights, decode step"
 _FIRST_STEPS = 4
 
 
+# Hashes of n-grams are taken modulo primes from here on, where they are in a random model: tables
+# have 12 MB each, of which as many rows are read as of those of 100 GB.
+_BUCKETS = 1000
+
+
 def random_model(
-    model: str, device: torch.device, *, layers: int, experts: int, changes: dict[str, object]
+    model: str,
+    device: torch.device,
+    *,
+    layers: int,
+    experts: int,
+    changes: dict[str, object],
+    ngrams: bool = False,
 ) -> Transformer:
-    """The first layers of a model, with few experts, without draft layers and n-grams."""
+    """The first layers of a model, with few experts, without draft layers.
+
+    With ``ngrams`` V4.1's layers read theirs, from small tables on the host.
+    """
     published = WHOLE[model]
     text = published.get("text_config", published)
     values = text | {
@@ -49,10 +63,11 @@ def random_model(
         "n_routed_experts": experts,
     }
     if text is not published:
-        values = published | {"text_config": _shared_values(values, layers) | changes}
+        values = published | {"text_config": _shared_values(values, layers, ngrams) | changes}
         changes = {}
     config = ModelConfig.from_dict(values | changes)
     weights = RandomWeights(config, device)
+    engram = config.engram
     return Builder(
         config,
         weights.tensor,
@@ -60,19 +75,30 @@ def random_model(
         dtype=torch.bfloat16,
         device=device,
         backend=None,
+        ngrams=None
+        if engram is None
+        else Ngrams(torch.arange(config.vocab_size) % engram.tokens, weights.table),
     ).transformer()
 
 
-def _shared_values(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """V4.1's fields for its first layers; without n-grams, whose tables no device holds."""
-    kept = {k: v for k, v in values.items() if not k.startswith(("dspark_", "engram_"))}
+def _shared_values(values: dict[str, Any], layers: int, ngrams: bool) -> dict[str, Any]:
+    """V4.1's fields for its first layers."""
+    kept = {k: v for k, v in values.items() if not k.startswith("dspark_")}
     sources = {
         name: [layer for layer in kept[name] if layer < layers]
         for name in ("kv_source_layer_ids", "index_source_layer_ids")
     }
     candidates = kept["candidate_source_layer_id"]
     keeps = {"candidate_source_layer_id": candidates if candidates < layers else -1}
-    return kept | sources | keeps | {"engram_layer_ids": []}
+    reading = [layer for layer in kept["engram_layer_ids"] if layer < layers] if ngrams else []
+    columns = (kept["engram_max_ngram_size"] - 1) * kept["engram_n_heads"]
+    engram = {
+        "engram_layer_ids": reading,
+        # There are more primes up to twice the first than two layers' columns need.
+        "engram_num_embeddings": [2 * _BUCKETS * columns] * len(reading),
+        "engram_vocab_size": _BUCKETS,
+    }
+    return kept | sources | keeps | engram
 
 
 def decode_steps(

@@ -11,7 +11,7 @@ from torch import Tensor
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.layers.linear import PackedWeight
 from anymla.model.config import ModelConfig
-from anymla.model.schema import expected_linears, expected_plain
+from anymla.model.schema import expected_linears, expected_plain, expected_tables
 
 # Root mean squares of codes drawn evenly, roughly: e4m3 up to 0x6F, and all of e2m1.
 _E4M3_RMS, _E2M1_RMS = 60.0, 3.0
@@ -39,6 +39,7 @@ class RandomWeights:
         self._random = torch.Generator(device) if seeded else None
         self._linears = expected_linears(config)
         self._plain = expected_plain(config)
+        self._tables = expected_tables(config)
         self._experts = config.n_routed_experts
         self._block = config.family.weight_block
         self._device = device
@@ -54,7 +55,8 @@ class RandomWeights:
         noise = self._normal(expected.shape)
         if name.endswith("ffn.gate.weight"):
             return (noise / math.sqrt(expected.shape[-1])).bfloat16()
-        return 1 + 0.1 * noise if "norm" in name else noise / math.sqrt(expected.shape[-1])
+        norms = "norm" in name or ".engram." in name
+        return 1 + 0.1 * noise if norms else noise / math.sqrt(expected.shape[-1])
 
     def linear(self, prefix: str) -> PackedWeight:
         """A linear layer's weight."""
@@ -66,6 +68,13 @@ class RandomWeights:
             return self._fp8(shape.rows, shape.columns)
         weight = self._normal((shape.rows, shape.columns))
         return PackedWeight("plain", (weight / math.sqrt(shape.columns)).bfloat16())
+
+    def table(self, prefix: str) -> tuple[Tensor, Tensor]:
+        """A table of n-grams' rows and its scales, on the host."""
+        rows, width = self._tables[prefix]
+        codes = torch.randint(0x70, (rows, width), dtype=torch.uint8, device="cpu")
+        exponent = 127 - round(math.log2(_E4M3_RMS))
+        return codes, torch.full((rows, width // 32), exponent, dtype=torch.uint8, device="cpu")
 
     def _fp8(self, rows: int, columns: int) -> PackedWeight:
         codes = self._integers(0x70, (rows, columns))

@@ -27,6 +27,7 @@ _PARTS = {
     "compressor": "compressor",
     "moe": "experts",
     "linear": "linears",
+    "engram": "n-grams",
     "hyper_connection": "hyper-connections",
     "norm_rope": "norms, RoPE, rows",
     "kv_cache": "norms, RoPE, rows",

@@ -115,6 +115,7 @@ def layer(
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
 @click.option("--context", default=4096, show_default=True, type=click.IntRange(min=1))
 @click.option("--graphs-only", is_flag=True, help="Neither of the other two.")
+@click.option("--ngrams", is_flag=True, help="V4.1's, read from small tables on the host.")
 def model(
     json_file: Path | None,
     model: str,
@@ -124,6 +125,7 @@ def model(
     batches: tuple[int, ...],
     context: int,
     graphs_only: bool,
+    ngrams: bool,
 ) -> None:
     """Time decode steps of a whole model of real size with random weights and few experts.
 
@@ -135,10 +137,14 @@ def model(
     published = WHOLE[model].get("text_config", WHOLE[model])["num_hidden_layers"]
     if layers > published:
         raise BadInput(f"--layers {layers}: {model} has {published}")
+    if ngrams and model != "flash-41":
+        raise BadInput(f"--ngrams: {model} reads none, flash-41 does")
     require_gpu()
-    network = random_model(model, torch.device("cuda"), layers=layers, experts=experts, changes={})
+    network = random_model(
+        model, torch.device("cuda"), layers=layers, experts=experts, changes={}, ngrams=ngrams
+    )
     label = f"{model}, {layers} layers, {experts} experts"
-    label += f", {kv_cache} caches" * (kv_cache != "fp8")
+    label += f", {kv_cache} caches" * (kv_cache != "fp8") + ", n-grams" * ngrams
     facts = gpu_facts()
     modes: tuple[DecodeMode, ...] = ("graph",) if graphs_only else ("graph", "fixed", "plain")
     tell(

@@ -7,14 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from anymla.formats.e4m3 import decode_e4m3
-from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.layers.linear import Linear
 from anymla.layers.rows import NgramRows
 from anymla.layers.step import Step
-
-# Least size of what a gate is the signed root of.
-_LEAST_DOT = 1e-6
+from anymla.ops.engram import engram_gate, engram_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,42 +84,18 @@ class EngramTable:
         return NgramRows(weight, scale)
 
 
-def decoded(rows: NgramRows, dtype: torch.dtype) -> Tensor:
+def decoded(rows: NgramRows, dtype: torch.dtype, backend: str | None = None) -> Tensor:
     """Values [T, columns * D] of rows."""
-    values = rows.weight
-    if rows.scale is not None:
-        scales = decode_ue8m0(rows.scale, torch.float32).unsqueeze(-1)
-        blocks = decode_e4m3(values).unflatten(-1, (rows.scale.shape[-1], -1))
-        values = (blocks * scales).flatten(-2)
-    return values.to(dtype).flatten(1)
-
-
-def add_gated(h: Tensor, projected: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Streams [T, N, hidden] with a value added to each, as much as the stream and its key agree.
-
-    ``h_j += sigmoid(sgn(d) sqrt(max(|d|, 1e-6))) value`` with
-    ``d = sum q_j k_j h_j key_j / (rms(h_j) rms(key_j) sqrt(hidden))`` per stream j.
-
-    Args:
-        h: [T, N, hidden].
-        projected: [T, (N + 1) * hidden], the streams' keys, then the value.
-        weight: float32 [N, hidden], product of the streams' and the keys' norm weights.
-        eps: of the norms.
-    """
-    streams, hidden = h.shape[1:]
-    wide = torch.promote_types(h.dtype, torch.float32)
-    projected = projected.to(wide).unflatten(1, (streams + 1, hidden))
-    keys, value = projected[:, :streams], projected[:, streams:]
-    state = h.to(wide)
-    dot = (state * weight * keys).sum(-1) * hidden**-0.5
-    for each in (state, keys):
-        dot = dot * torch.rsqrt(each.square().mean(-1) + eps)
-    gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=_LEAST_DOT).sqrt(), dot))
-    return (state + gate.unsqueeze(-1) * value).to(h.dtype)
+    if rows.scale is None:
+        return rows.weight.to(dtype).flatten(1)
+    tokens, columns, width = rows.weight.shape
+    values = torch.empty(tokens, columns * width, dtype=dtype, device=rows.weight.device)
+    engram_rows(values, rows.weight, rows.scale, backend=backend)
+    return values
 
 
 class Engram(nn.Module):
-    """Adds a value to every stream (``add_gated``), projected from the token's n-grams' rows.
+    """Adds a value to every stream (``engram_gate``), projected from the token's n-grams' rows.
 
     The rows are read before the layer runs: which ones depends on tokens alone, and a table too
     large for a device lies on the host.
@@ -164,5 +136,8 @@ class Engram(nn.Module):
 
     def forward(self, h: Tensor, step: Step) -> Tensor:
         """Map streams [T, N, hidden] to the same; needs the layer's ``Step.ngrams``."""
-        rows = decoded(step.ngrams[self.layer], h.dtype)
-        return add_gated(h, self.wkv(rows), self.weight, self.eps)
+        rows = decoded(step.ngrams[self.layer], h.dtype, self.backend)
+        gated: Tensor = engram_gate(
+            h, self.wkv(rows), self.weight, eps=self.eps, backend=self.backend
+        )
+        return gated

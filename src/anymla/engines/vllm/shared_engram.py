@@ -23,7 +23,8 @@ from vllm.platforms import current_platform
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-from anymla.layers.engram import EngramTable, NgramHash, add_gated, decoded
+from anymla.layers.engram import EngramTable, NgramHash, decoded
+from anymla.ops.engram import engram_gate
 from anymla.ops.selection import slot_mapping as slots_of
 from anymla.ops.selection import token_to_request
 
@@ -178,7 +179,7 @@ class AnymlaEngram(Engram):
         """Streams [T, N, hidden]; tokens that the mask leaves out stay as they are."""
         projected = self.wkv(self.embed(hash_ids).flatten(-2))
         weight = self.q_weight.float() * self.k_weight.float()
-        added = add_gated(hidden_states, projected, weight, self.eps)
+        added = engram_gate(hidden_states, projected, weight, eps=self.eps)
         if token_mask is None:
             return added
         return torch.where(token_mask.view(-1, 1, 1), added, hidden_states)

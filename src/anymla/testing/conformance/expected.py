@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anymla.testing.oracle.blocks import rms_norm
 from anymla.testing.oracle.config import OracleConfig, Yarn
 from anymla.testing.oracle.rope import frequencies
-from anymla.testing.tolerance import accumulation, assert_close, ulps
+from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 
 EPS = 1e-6
 
@@ -127,3 +128,47 @@ def table(positions: int, *, compressed: bool) -> Tensor:
     inv_freq = frequencies(v4_config(), compressed=compressed)
     angle = (torch.arange(positions).float().unsqueeze(1) * inv_freq).double()
     return torch.cat((angle.cos(), angle.sin()), 1).float()
+
+
+@dataclasses.dataclass(frozen=True)
+class EngramGate:
+    """Streams with n-grams added by gates, and how far rounding may move them.
+
+    A sum of D products and the two root mean squares move the dot d by ``slack``. The gate is the
+    more sensitive the smaller d is (its root's slope is 125 at most), and jumps where d changes
+    sign, so what it moves by is read from its values at both ends.
+
+    Attributes:
+        out: float64 [T, N, D].
+        error: float64 [T, N, D], before the result is rounded.
+    """
+
+    out: Tensor
+    error: Tensor
+
+    @classmethod
+    def of(cls, h: Tensor, projected: Tensor, weight: Tensor, eps: float) -> EngramGate:
+        """Arguments of ``engram_gate``; computed in float64, errors are float32's."""
+        width = h.shape[2]
+        state, parts = h.double(), projected.double().unflatten(1, (-1, width))
+        keys, value = parts[:, :-1], parts[:, -1:]
+        terms = rms_norm(state, weight.double(), eps) * rms_norm(keys, None, eps) * width**-0.5
+        dot = terms.sum(2, keepdim=True)
+        relative = accumulation(width, torch.float32) * 2 + ulps(torch.float32, 8)
+        slack = relative * terms.abs().sum(2, keepdim=True)
+        gate, low, high = (_gate(d) for d in (dot, dot - slack, dot + slack))
+        moved = torch.maximum(high - gate, gate - low) + ulps(torch.float32, 4)
+        added = gate * value
+        rounding = ulps(torch.float32, 1) * (state.abs() + added.abs())
+        return cls(state + added, value.abs() * moved + rounding)
+
+    def check(self, got: Tensor, name: str) -> float:
+        """Compare with the operation's result; half a unit for rounding it, of what is right."""
+        half = ulps(got.dtype, 0.5)
+        why = Bound(1 + half, "what the gates and sums of float32 may err")
+        return assert_close(got, self.out, atol=why, rtol=half, scale=self.error, name=name)
+
+
+def _gate(dot: Tensor) -> Tensor:
+    root = dot.abs().clamp(min=1e-6).sqrt()
+    return torch.sigmoid(torch.where(dot < 0, -root, root))

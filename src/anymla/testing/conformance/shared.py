@@ -1,4 +1,4 @@
-"""Cases C10, C11, I15, I16 and M5: what DeepSeek-V4.1's layers share, and what they do not do."""
+"""Cases C10, C11, I15, I16, M5, M6 and Q10: what V4.1's layers share, and what they do not do."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from anymla.model.load import load_model
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
-from anymla.testing.conformance.expected import index_scale, index_scores, table
+from anymla.testing.conformance.expected import EngramGate, index_scale, index_scores, table
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
 from anymla.testing.generate import guarded_cache, scattered_pages, slots_of
 from anymla.testing.oracle.blocks import rms_norm
 from anymla.testing.oracle.check import check_run
 from anymla.testing.oracle.recording import RecordedModel, Recorder
+from anymla.testing.oracle.rounding import decode_e4m3
 from anymla.testing.oracle.row_formats import ROW_FORMATS
 from anymla.testing.published import FLASH_41
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
@@ -204,6 +205,44 @@ def ngrams(ops: Ops) -> None:
     )
 
 
+@case(
+    "M6",
+    "V4.1's n-grams are added to each stream by how far it agrees with its own key",
+    "engram_gate",
+)
+def gates_of_ngrams(ops: Ops) -> None:
+    streams, width = 4, 48
+    weight = 1 + 0.2 * torch.randn(streams, width)
+    for tokens, size, name in ((1, 1.0, "a token"), (19, 1.0, "19"), (19, 1e-4, "19 tiny ones")):
+        h = size * torch.randn(tokens, streams, width)
+        projected = torch.randn(tokens, (streams + 1) * width)
+        got = ops.engram_gate(h, projected, weight, eps=_EPS)
+        EngramGate.of(h, projected, weight, _EPS).check(got, f"{name}: streams")
+        # Nothing to agree on, and next to nothing to disagree on: roots of the least size.
+        h[:, 0], h[:, 1] = 0, torch.tensor([1.0, 0.0]).repeat(width // 2)
+        projected[:, width : 2 * width] = torch.tensor([-1e-7, 1.0]).repeat(width // 2)
+        got = ops.engram_gate(h, projected, weight.abs(), eps=_EPS)
+        EngramGate.of(h, projected, weight.abs(), _EPS).check(got, f"{name}: small dots")
+
+
+@case(
+    "Q10",
+    "rows of V4.1's tables have a scale for every 32 channels, and lie side by side",
+    "engram_rows",
+)
+def rows_of_tables(ops: Ops) -> None:
+    tokens, columns, width, blocks = 5, 3, 64, 2
+    codes = torch.randint(0, 256, (tokens, columns, width)).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 1  # a subnormal in place of NaN
+    scales = torch.randint(100, 150, (tokens, columns, blocks)).to(torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.full((tokens, columns * width), torch.nan, dtype=dtype)
+        ops.engram_rows(out, codes, scales)
+        size = torch.exp2(scales.double() - 127).repeat_interleave(width // blocks, 2)
+        want = (decode_e4m3(codes).double() * size).flatten(1).to(dtype)
+        assert_identical(out, want, name=f"rows in {dtype}")
+
+
 def _only_ngrams(read: object) -> Step:
     step: Step = object.__new__(Step)
     object.__setattr__(step, "ngrams", {0: read})
@@ -242,6 +281,7 @@ _OPTIONS = TinyOptions.shared(
     "hc_gates",
     "hc_post",
     "hc_collapse_norm",
+    "engram_gate",
 )
 def whole_shared_model(ops: Ops) -> None:
     with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:

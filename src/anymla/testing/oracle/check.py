@@ -23,9 +23,9 @@ class RunReport:
     Attributes:
         tokens: positions that were run.
         compared: log-probabilities compared.
-        max_difference: largest |run's - oracle's| log-probability.
-        mean_difference: the mean of them.
-        allowed: bound on the largest.
+        max_difference: |run's - oracle's| log-probability, the largest compared with its bound.
+        mean_difference: the mean of all.
+        allowed: the bound on that one; of another token it may differ (``Judge.more``).
         rows: findings by kind of cache row: "window", "compressed", "index".
         selections: findings by kind of selection: "topk", "experts".
     """
@@ -119,15 +119,17 @@ def check_run(
     want = result.logprobs(token_ids)
     known = [i for i, value in enumerate(logprobs[1:]) if value is not None]
     got = torch.tensor([logprobs[i + 1] for i in known], dtype=torch.float64)
+    spread = max(1.0, float(result.logits.std(-1).mean()))
     difference = (got - want[known]).abs()
-    largest = float(difference.max()) if known else 0.0
-    spread = float(result.logits.std(-1).mean())
+    more = judge.more[known] if judge.more.ndim else judge.more.expand(len(known))
+    at = int((difference / (more + float(errors[-1]))).argmax()) if known else None
+    largest = 0.0 if at is None else float(difference[at])
     return RunReport(
         tokens=len(ran),
         compared=len(known),
         max_difference=math.inf if math.isnan(largest) else largest,
         mean_difference=float(difference.mean()) if known else 0.0,
-        allowed=errors[-1] * max(1.0, spread),
+        allowed=(errors[-1] + (0.0 if at is None else float(more[at]))) * spread,
         rows=judge.found,
         selections=judge.selections,
     )

@@ -70,16 +70,43 @@ def normalised_ids(directory: str | pathlib.Path, ids: Sequence[int]) -> list[in
     return [table[token] for token in ids]
 
 
-def add_engram(h: Tensor, rows: Tensor, weights: Weights, prefix: str, eps: float) -> Tensor:
-    """Streams [T, N, D] with as much of the rows' value added to each as it agrees with its key."""
+def add_engram(
+    h: Tensor, rows: Tensor, weights: Weights, prefix: str, eps: float, error: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Streams [T, N, D] with as much of the rows' value added to each as it agrees with its key.
+
+    A gate is a root of its dot before it is a sigmoid, and jumps where the dot changes sign: of a
+    small one it is less exact than what it is computed from. How much less is the second result.
+
+    Args:
+        h: [T, N, D].
+        rows: int64 [T, columns].
+        weights: of the checkpoint.
+        prefix: of the layer's memory.
+        eps: of the norms.
+        error: bound on the relative error of a run's streams, and of its keys. Those of channels
+            are independent and add up as squares.
+
+    Returns:
+        The streams, and [T] what the gates add to the relative error of a run's streams.
+    """
     values = weights.table(f"{prefix}.embed", rows).flatten(1)
     projected = weights.apply(values, f"{prefix}.wkv").unflatten(1, (h.shape[1] + 1, h.shape[2]))
     keys = rms_norm(projected[:, :-1], weights[f"{prefix}.k_weight"], eps)
     queries = rms_norm(h, weights[f"{prefix}.q_weight"], eps)
-    dot = (queries * keys).sum(-1) / h.shape[2] ** 0.5
+    terms = queries * keys / h.shape[2] ** 0.5
+    dot, value = terms.sum(-1), projected[:, -1:]
+    slack = 2 * error * terms.square().sum(-1).sqrt()
+    gate = _gate(dot)
+    moved = torch.maximum(_gate(dot + slack) - gate, gate - _gate(dot - slack))
+    added = h + gate.unsqueeze(-1) * value
+    sizes = [each.square().mean(-1).sqrt() for each in (value, added)]
+    return added, (moved * sizes[0] / sizes[1]).amax(1)
+
+
+def _gate(dot: Tensor) -> Tensor:
     sign = torch.where(torch.signbit(dot), -1.0, 1.0)
-    gate = torch.sigmoid(sign * dot.abs().clamp(min=1e-6).sqrt())
-    return h + gate.unsqueeze(-1) * projected[:, -1:]
+    return torch.sigmoid(sign * dot.abs().clamp(min=1e-6).sqrt())
 
 
 def _primes_from(start: int, count: int) -> list[int]:

@@ -45,6 +45,7 @@ class Judge:
             may be off by so much of its value and of the row's root mean square, and where rows
             were pooled of ``pooled_error``, which adds as squares; an index score by
             so much of ``IndexQueries.magnitudes``; an expert's score by so much of the largest.
+        more: what is added to it for single tokens: a number, or [T] of the layers so far.
         found: findings by kind of row.
         selections: findings about selections, by "topk" and "experts", and "candidates" of models
             that select in two levels.
@@ -53,20 +54,36 @@ class Judge:
     def __init__(self, recording: Recording, error: Sequence[float]) -> None:
         self.recording = recording
         self.error = error
+        self.more: Tensor = torch.zeros((), dtype=torch.float64)
         self.found: dict[str, RowFindings] = {}
         self.selections = {"topk": Selections(), "experts": Selections()}
 
-    def rows(self, layer: int, exact: LayerRows, *, rotates: bool = True) -> tuple[LayerRows, bool]:
+    def add_error(self, more: Tensor) -> None:
+        """Tokens [T] are less exact from here on; their streams keep such errors."""
+        self.more = self.more + more
+
+    def _error(self, layer: int, tokens: slice = slice(None)) -> Tensor:
+        """Of tokens [T], or one for all."""
+        return (self.more[tokens] if self.more.ndim else self.more) + float(self.error[layer])
+
+    def _pooled(self, layer: int, ratio: int, count: int) -> Tensor:
+        """Of entries [count], the largest of the tokens that each stands for; or one for all."""
+        found = self._error(layer)
+        return found[: count * ratio].unflatten(0, (count, ratio)).amax(1) if found.ndim else found
+
+    def rows(
+        self, layer: int, exact: LayerRows, ratio: int = 0, *, rotates: bool = True
+    ) -> tuple[LayerRows, bool]:
         """The recorded rows, judged; and whether the index keys are Hadamard-transformed.
 
-        MXFP4 keys are, unless the model never does (``rotates``).
+        MXFP4 keys are, unless the model never does (``rotates``). An entry has ``ratio`` tokens.
         """
         window = self._stored(layer, WINDOW, exact.window, None)
         compressed = index = None
         rotated = False
         if exact.compressed is not None:
             error = exact.pooled_error.get(COMPRESSED)
-            compressed = self._stored(layer, COMPRESSED, exact.compressed, error)
+            compressed = self._stored(layer, COMPRESSED, exact.compressed, error, ratio)
         if exact.index is not None:
             layout = self._layout(layer, INDEX, len(exact.index))
             rotated = rotates and layout == "v4_index_mxfp4"
@@ -76,7 +93,7 @@ class Judge:
                 keys = hadamard(keys)
                 if error is not None:
                     error = error.square().mean(1, keepdim=True).sqrt()
-            index = self._stored(layer, INDEX, keys, error)
+            index = self._stored(layer, INDEX, keys, error, ratio)
         return LayerRows(window, compressed, index), rotated
 
     def entries(
@@ -96,7 +113,7 @@ class Judge:
             attention.visible(tokens, len(keys)),
             chosen[tokens],
             attention.config.index_topk,
-            self.error[layer] * block.magnitudes(keys),
+            self._error(layer, tokens) * block.magnitudes(keys),
             f"layer {layer} topk from position {tokens.start}",
         )
 
@@ -115,7 +132,7 @@ class Judge:
             scores > -torch.inf,
             chosen,
             blocks,
-            self.error[layer] * magnitudes,
+            self._error(layer) * magnitudes,
             f"layer {layer} candidates",
         )
         return chosen
@@ -128,7 +145,7 @@ class Judge:
             torch.ones_like(biased, dtype=torch.bool),
             chosen,
             k,
-            self.error[layer] * biased.abs().amax(1),
+            self._error(layer) * biased.abs().amax(1),
             f"layer {layer} experts",
         )
         return chosen
@@ -148,12 +165,15 @@ class Judge:
     def _layout(self, layer: int, kind: str, n: int) -> str:
         return self.recording.rows(layer, kind, n).layout_id if n else ""
 
-    def _stored(self, layer: int, kind: str, exact: Tensor, pooled: Tensor | None) -> Tensor:
+    def _stored(
+        self, layer: int, kind: str, exact: Tensor, pooled: Tensor | None, ratio: int = 1
+    ) -> Tensor:
         if not len(exact):
             return exact
         stored = self.recording.rows(layer, kind, len(exact))
         findings = self.found.setdefault(kind, RowFindings(stored.layout_id))
-        self._compare(findings, layer, kind, stored, exact, pooled)
+        error = self._pooled(layer, ratio, len(exact)).unsqueeze(-1)
+        self._compare(findings, layer, kind, stored, exact, pooled, error)
         return stored.decode()
 
     def _compare(
@@ -164,13 +184,14 @@ class Judge:
         stored: StoredRows,
         exact: Tensor,
         pooled: Tensor | None,
+        error: Tensor,
     ) -> None:
         row_format = ROW_FORMATS[stored.layout_id]
         size = exact.square().mean(1, keepdim=True).sqrt()
         unit = size + exact.abs()
         if pooled is not None:
             unit = torch.hypot(unit, pooled)
-        slack = unit * self.error[layer]
+        slack = unit * error
         explained = row_format.explains(stored.data, stored.scales, exact - slack, exact + slack)
         values, expected = stored.decode(), row_format.round(exact)
         findings.rows += len(exact)

@@ -127,7 +127,7 @@ class OracleModel:
         kept, entered = [], []
         given = _Given(rounding=KV_ROUNDING[kv], judge=judge)
         for index in range(self.config.layers):
-            h = self._remember(h, token_ids, index)
+            h = self._remember(h, token_ids, index, judge)
             if keep_layers:
                 entered.append(h)
             h = self._layer(h, ids, index, f"layers.{index}", given)
@@ -161,15 +161,20 @@ class OracleModel:
         collapsed = Site.of(self.weights, f"{prefix}.hc_head").head(h, self.config)
         return self._logits(collapsed, f"{prefix}.norm.weight")
 
-    def _remember(self, h: Tensor, token_ids: Sequence[int], index: int) -> Tensor:
+    def _remember(
+        self, h: Tensor, token_ids: Sequence[int], index: int, judge: Judge | None
+    ) -> Tensor:
         """The streams [T, N, D] with what the layer's n-grams add."""
         engram = self.config.engram
         if engram is None or index not in engram.layers:
             return h
         *tokens, pad = normalised_ids(self.directory, [*token_ids, engram.pad_token])
         rows = rows_of(engram, index, tokens, pad)
-        prefix = f"layers.{index}.engram"
-        return add_engram(h, rows, self.weights, prefix, self.config.norm_eps)
+        prefix, error = f"layers.{index}.engram", 0.0 if judge is None else judge.error[index]
+        h, more = add_engram(h, rows, self.weights, prefix, self.config.norm_eps, error)
+        if judge is not None:
+            judge.add_error(more)
+        return h
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.weights["embed.weight"][ids]
@@ -208,7 +213,7 @@ class OracleModel:
         if judge is None:
             rows = exact.rounded(rounding, rotates=rotates)
         else:
-            rows, rotated = judge.rows(index, exact, rotates=rotates)
+            rows, rotated = judge.rows(index, exact, layer.ratio, rotates=rotates)
         if sharing is not None and layer.ratio:
             source = sharing.source(sharing.kv, index)
             given.rows.setdefault(source, rows)

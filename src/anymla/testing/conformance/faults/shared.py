@@ -107,3 +107,62 @@ def hadamard_as_in_v4(*args: Any, **rest: Any) -> Any:
 def comb_of_a_delayed_site_transposed(*args: Any, **rest: Any) -> Any:
     pre, post, comb = GOOD.hc_gates(*args, **rest)
     return pre, post, comb.transpose(1, 2).contiguous()
+
+
+@fault("engram_gate", "M6")
+def epsilon_of_v4_in_the_gate(*args: Any, eps: float) -> Tensor:
+    return GOOD.engram_gate(*args, eps=1e-6)
+
+
+@fault("engram_gate", "M6", "C11")
+def all_streams_have_one_key(h: Tensor, projected: Tensor, *args: Any, **rest: Any) -> Tensor:
+    parts = projected.unflatten(1, (h.shape[1] + 1, -1))
+    keys = parts[:, :1].expand(-1, h.shape[1], -1)
+    return GOOD.engram_gate(h, torch.cat((keys, parts[:, -1:]), 1).flatten(1), *args, **rest)
+
+
+@fault("engram_gate", "M6", "C11")
+def the_value_stands_before_the_keys(
+    h: Tensor, projected: Tensor, *args: Any, **rest: Any
+) -> Tensor:
+    return GOOD.engram_gate(h, projected.roll(-h.shape[2], 1), *args, **rest)
+
+
+def _gated(h: Tensor, projected: Tensor, weight: Tensor, eps: float, least: float) -> Tensor:
+    parts = projected.unflatten(1, (h.shape[1] + 1, -1))
+    keys, value = parts[:, :-1], parts[:, -1:]
+    dot = (h * weight * keys).sum(2, keepdim=True) / h.shape[2] ** 0.5
+    for each in (h, keys):
+        dot = dot * (each.square().mean(2, keepdim=True) + eps).rsqrt()
+    root = dot.abs().clamp(min=least).sqrt()
+    return h + torch.sigmoid(torch.where(dot < 0, -root, root)) * value
+
+
+@fault("engram_gate", "M6")
+def no_least_size_of_a_dot(h: Tensor, projected: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    return _gated(h, projected, weight, eps, 0.0)
+
+
+@fault("engram_gate", "M6", "C11")
+def what_disagrees_counts_as_what_agrees(
+    h: Tensor, projected: Tensor, weight: Tensor, *, eps: float
+) -> Tensor:
+    agrees = _gated(h, projected, weight, eps, 1e-6) - h
+    value = projected[:, -h.shape[2] :].unsqueeze(1)
+    share = agrees / value
+    return h + torch.where(share < 0.5, 1 - share, share) * value
+
+
+@fault("engram_rows", "Q10")
+def scales_of_the_block_beside(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    GOOD.engram_rows(out, codes, scales.flip(2).contiguous())
+
+
+@fault("engram_rows", "Q10")
+def rows_of_a_token_in_another_order(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    GOOD.engram_rows(out, codes.roll(1, 1), scales.roll(1, 1))
+
+
+@fault("engram_rows", "Q10")
+def subnormal_codes_are_zero(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    GOOD.engram_rows(out, torch.where(codes & 0x78 == 0, codes & 0x80, codes), scales)

@@ -1,0 +1,126 @@
+"""Add Engram's value to the streams, as much as each agrees with its key.
+
+Grid: streams, then blocks of TOKENS tokens: neighbours read the same tokens' value, which all but
+the first find in the L2 cache. Streams, keys and values of a token are all asked for before the
+first is used, and stay in registers: everything is read and written once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.formats.triton_cast import widen
+from anymla.ops import device as device_facts
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
+from anymla.ops.engram.config import choose_gate_config
+from anymla.ops.engram.reference import LEAST_DOT
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
+
+
+@triton.jit
+def _load_chunks(row, D: tl.constexpr, WIDTH: tl.constexpr):
+    """A row's D channels as tiles of WIDTH."""
+    chunks = ()
+    for first in tl.static_range(0, D, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        chunks += (tl.load(row + at, at < D, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def _inverse_rms(squares, eps, D: tl.constexpr):
+    return tl.rsqrt(tl.sum(squares, 0) / D + eps)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def engram_gate_kernel(
+    h,
+    projected,
+    weight,
+    out,
+    tokens,
+    token_stride,
+    stream_stride,
+    eps,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LEAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One stream of TOKENS tokens; strides are those of h."""
+    stream = tl.program_id(0) % N
+    first = (tl.program_id(0) // N) * TOKENS
+    weights = _load_chunks(weight + stream * D, D, WIDTH)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for token in range(0, tl.minimum(TOKENS, tokens - first)):
+        row = first.to(tl.int64) + token
+        parts = projected + row * ((N + 1) * D)
+        state = _load_chunks(h + row * token_stride + stream * stream_stride, D, WIDTH)
+        key = _load_chunks(parts + stream * D, D, WIDTH)
+        value = _load_chunks(parts + N * D, D, WIDTH)
+        products = tl.zeros((WIDTH,), tl.float32)
+        state_squares = tl.zeros((WIDTH,), tl.float32)
+        key_squares = tl.zeros((WIDTH,), tl.float32)
+        for i in tl.static_range(len(state)):
+            x, k = widen(state[i]), widen(key[i])
+            products += x * weights[i] * k
+            state_squares += x * x
+            key_squares += k * k
+        dot = tl.sum(products, 0) * (D**-0.5)
+        dot = dot * _inverse_rms(state_squares, eps, D) * _inverse_rms(key_squares, eps, D)
+        size = tl.abs(dot)
+        # A NaN is not below anything, and stays one.
+        root = tl.sqrt(tl.where(size < LEAST, LEAST, size))
+        gate = tl.sigmoid(tl.where(dot < 0, -root, root))
+        target = out + row * (N * D) + stream * D
+        for i in tl.static_range(len(state)):
+            at = i * WIDTH + tl.arange(0, WIDTH)
+            added = widen(state[i]) + gate * widen(value[i])
+            tl.store(target + at, added.to(out.dtype.element_ty), at < D)
+
+
+def engram_gate(h: Tensor, projected: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """See ``interface.engram_gate``."""
+    out = torch.empty_like(h, memory_format=torch.contiguous_format)
+    if not h.numel():
+        return out
+    h = h if h.stride(2) == 1 else h.contiguous()
+    launch = _gating(tuple(h.shape), h.stride()[:2], eps, weight.is_contiguous(), h.device)
+    launch(h, projected.contiguous(), weight.contiguous(), out)
+    return out
+
+
+@functools.lru_cache(LAUNCHES)
+def _gating(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    eps: float,
+    pdl: bool,
+    device: torch.device,
+) -> PreparedLaunch:
+    """Of streams of that shape and strides; ``pdl``: the weight is no copy that is being made."""
+    tokens, n, d = shape
+    config = choose_gate_config(tokens, n, d, device_facts.target_of(device))
+    return PreparedLaunch(
+        engram_gate_kernel,
+        (n * cdiv(tokens, config.tokens),),
+        tokens,
+        *strides,
+        eps,
+        N=n,
+        D=d,
+        WIDTH=config.width,
+        TOKENS=config.tokens,
+        LEAST=LEAST_DOT,
+        num_warps=config.num_warps,
+        **(pdl_launch(device) if pdl else {"PDL": False}),
+    )
