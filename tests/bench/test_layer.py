@@ -11,7 +11,7 @@ from anymla.bench.layer import cases, compile_ahead, family, layer_case, layer_c
 from anymla.bench.layer_rival import rival_kernels
 from anymla.bench.layer_setup import LayerCase, LayerSetup
 from anymla.bench.layer_work import layer_work
-from anymla.bench.model_steps import decode_steps, random_model
+from anymla.bench.model_steps import decode_steps, engine_at, padding_step, random_model
 from anymla.bench.peers.deep_gemm import DeepGemm
 from anymla.bench.peers.flash_mla import FlashMla
 from anymla.bench.runner import run
@@ -240,3 +240,7 @@ def test_a_whole_small_model_takes_steps(name, ratios, kv_cache, ngrams):
         "small, batch 2, context 40, plain",
     ]
     assert all(result.values["us"] > 0 for result in results)
+    # What a GPU compiles ahead, of tokens that are nobody's.
+    store = engine_at(model, 2, 40, 4, "plain", kv_cache=kv_cache).store
+    step = padding_step(model, store, 3, 64)
+    assert model.forward(step, store.layers, only=model.kinds_of_layers()).shape[0] == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights
 from anymla.bench.report import Result
 from anymla.bench.timing import median, spread
+from anymla.layers.step import Step
 from anymla.model.build import Builder, Ngrams
 from anymla.model.config import ModelConfig
 from anymla.model.transformer import Transformer
@@ -23,6 +25,7 @@ from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.runtime.engine import Engine
+from anymla.runtime.ngrams import NgramReader
 from anymla.runtime.options import DecodeMode, EngineOptions
 from anymla.runtime.request import Request
 from anymla.runtime.sampler import best_tokens
@@ -222,27 +225,29 @@ def _compile_ahead(model: Transformer, store: CacheStore, batch: int, max_seq_le
     with compiled_together() as only_compiled:
         if not only_compiled:
             return
-        rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        nobody = torch.zeros(batch, dtype=torch.int32, device=device)
-        absent = torch.full((batch,), store.absent_row, device=device)
-        step = device_step(
-            Batch(
-                nobody,
-                rows,
-                nobody,
-                nobody,
-                {
-                    group.name: store.tables[group.name].rows(absent, max_seq_len)
-                    for group in store.groups
-                },
-            ),
-            store.groups,
-            BatchSizes((1,) * batch, batch, max_seq_len),
-            backend="torch",  # what tensors are indexed with must be right
-        )
+        step = padding_step(model, store, batch, max_seq_len)
         hidden = model.forward(step, store.layers, only=model.kinds_of_layers())
         logits = model.logits(hidden)
         token_logprobs(logits, best_tokens(logits))
+
+
+def padding_step(model: Transformer, store: CacheStore, batch: int, max_seq_len: int) -> Step:
+    """A decode step of ``batch`` tokens that are nobody's."""
+    device = store.device
+    rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    nobody = torch.zeros(batch, dtype=torch.int32, device=device)
+    absent = torch.full((batch,), store.absent_row, device=device)
+    tables = {
+        group.name: store.tables[group.name].rows(absent, max_seq_len) for group in store.groups
+    }
+    step = device_step(
+        Batch(nobody, rows, nobody, nobody, tables),
+        store.groups,
+        BatchSizes((1,) * batch, batch, max_seq_len),
+        backend="torch",  # what tensors are indexed with must be right
+    )
+    ngrams = NgramReader(model.engrams, device).nothing(batch)
+    return dataclasses.replace(step, ngrams=ngrams)
 
 
 def _kernels(engine: Engine) -> dict[str, object]:
