@@ -16,7 +16,7 @@ from anymla.ops.engram.shapes import TOKENS, V41_FLASH, EngramShape
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     """Named calls, with tensors on the meta device."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for tokens in TOKENS if dtype == torch.bfloat16 else TOKENS[::3]:
+        for tokens in TOKENS:
             label = f"V4.1-Flash, {tokens} tokens, {str(dtype).removeprefix('torch.')}"
             yield label, functools.partial(_memory, V41_FLASH, tokens, dtype)
 

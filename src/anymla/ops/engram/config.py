@@ -8,8 +8,6 @@ from anymla.ops.device import Target
 
 # Channels that all threads of a CTA take at a time: 16 bytes a thread of 16-bit streams.
 _WIDTH = 1024
-# Tokens of a CTA, which keeps a stream's weights in registers, where there are enough for all SMs.
-_MOST_TOKENS = 8
 # CTAs that an SM holds: of 4 warps with up to 128 registers a thread.
 _CTAS_PER_SM = 4
 # Channels of a tile of rows: few where there are few tokens, so that there are CTAs.
@@ -18,19 +16,16 @@ _FEW_CHANNELS, _MANY_CHANNELS = 1024, 4096
 
 @dataclasses.dataclass(frozen=True)
 class GateConfig:
-    """Tokens of a CTA, channels of a chunk, warps."""
+    """Channels of a chunk, warps."""
 
-    tokens: int
     width: int
     num_warps: int
 
 
-def choose_gate_config(tokens: int, streams: int, hidden: int, target: Target) -> GateConfig:
-    """A CTA has one stream of a few tokens."""
-    waves = tokens * streams // (_CTAS_PER_SM * target.sm_count)
-    together = min(_MOST_TOKENS, _power_of_2_below(max(1, waves)))
+def choose_gate_config(hidden: int, target: Target) -> GateConfig:
+    """A CTA has one stream of a token."""
     warps = 16 if target.arc_a else 8 if target.intel else 4
-    return GateConfig(together, min(_WIDTH, _power_of_2_above(hidden)), warps)
+    return GateConfig(min(_WIDTH, _power_of_2_above(hidden)), warps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +47,3 @@ def choose_rows_config(blocks: int, block: int, target: Target) -> RowsConfig:
 def _power_of_2_above(n: int) -> int:
     """The least power of two that is not below n >= 1."""
     return 1 << (n - 1).bit_length()
-
-
-def _power_of_2_below(n: int) -> int:
-    """The largest power of two that is not above n >= 1."""
-    return 1 << (n.bit_length() - 1)

@@ -25,5 +25,5 @@ class EngramShape:
 
 
 V41_FLASH = EngramShape(hidden=5120, streams=4, columns=24, width=256, block=32)
-# Tokens of a step, one for every way that ``config`` knows.
-TOKENS = (1, 64, 256, 4096)
+# Tokens of a step: both tiles of rows.
+TOKENS = (1, 4096)
