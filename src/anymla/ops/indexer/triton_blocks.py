@@ -57,7 +57,7 @@ def store_slots(
 
 @triton.jit(
     do_not_specialize=[
-        "listed", "first_row", "per_request", "num_requests", "pages", "covered"
+        "listed", "first_row", "per_request", "num_requests", "pages", "covered", "table_row_stride"
     ]
 )  # fmt: skip
 def list_blocks_kernel(
@@ -141,7 +141,7 @@ def list_blocks_kernel(
 @triton.jit(
     do_not_specialize=[
         "listed", "first_row", "per_request", "num_requests", "covered", "k", "table_pages",
-        "slot_page",
+        "slot_page", "table_row_stride",
     ]
 )  # fmt: skip
 def entries_kernel(
