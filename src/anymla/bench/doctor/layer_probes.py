@@ -1,4 +1,4 @@
-"""Probes of the rest of a layer: linear, hyper_connection, moe."""
+"""Probes of the rest of a layer: linear, hyper_connection, engram, moe."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 from anymla.bench.doctor.trial import Probe, Trial, host
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
+from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.hyper_connection import hc_post, hc_pre
 from anymla.ops.linear import fp8_block_linear, grouped_output_projection
 from anymla.ops.moe import experts, route_biased
-from anymla.testing.conformance.expected import table, v4_config
+from anymla.testing.conformance.expected import EngramGate, table, v4_config
 from anymla.testing.oracle import rounding
 from anymla.testing.oracle.blocks import Site, hyper_post
 from anymla.testing.oracle.rope import frequencies, rotate
@@ -22,6 +23,7 @@ from anymla.testing.tolerance import accumulation, assert_close, ulps
 
 _HIDDEN, _STREAMS, _HEADS, _DIM, _GROUPS, _RANK = 2048, 4, 16, 512, 2, 512
 _EXPERTS, _CHOSEN, _INNER, _LIMIT = 16, 4, 512, 10.0
+_COLUMNS, _WIDTH = 24, 256  # rows that a token's n-grams name, channels of each
 _GATES = (2 + _STREAMS) * _STREAMS
 _FEW = {"check": 3, "cpu": 16, "gpu": 256}
 
@@ -33,6 +35,8 @@ def probes() -> Iterator[Probe]:
     yield Probe("linear", "FP8 weights, 128 x 128 scales", _linear, _FEW, fp8=True)
     yield Probe("hyper_connection", "collapse and gates", _pre, many)
     yield Probe("hyper_connection", "expand", _post, many)
+    yield Probe("engram", "rows of n-grams", _rows, many, fp8=True)
+    yield Probe("engram", "gates", _gate, many)
     yield Probe("moe", "router", _route, many)
     yield Probe("moe", "MXFP4 experts", _experts, _FEW)
 
@@ -132,6 +136,36 @@ def _post(tokens: int, device: torch.device) -> Trial:
 
     moved = 2 * h.nbytes + u.nbytes + post.nbytes + comb.nbytes
     return Trial(hc_post, (u, h, post, comb), {}, moved, verify)
+
+
+def _rows(tokens: int, device: torch.device) -> Trial:
+    codes = torch.randint(0, 256, (tokens, _COLUMNS, _WIDTH), device=device).byte()
+    codes = torch.where(codes & 127 == 127, 0, codes)  # no NaN
+    shape = (tokens, _COLUMNS, _WIDTH // 32)
+    scales = torch.randint(110, 125, shape, device=device).byte()
+    out = torch.empty(tokens, _COLUMNS * _WIDTH, dtype=torch.bfloat16, device=device)
+
+    def verify(_: None) -> float:
+        each = rounding.decode_ue8m0(host(scales)).repeat_interleave(32, 2)
+        want = (rounding.decode_e4m3(host(codes)) * each).flatten(1)
+        # Four bits times a power of two are bfloat16.
+        return assert_close(host(out), want, atol=0, name="rows")
+
+    moved = codes.nbytes + scales.nbytes + out.nbytes
+    return Trial(engram_rows, (out, codes, scales), {}, moved, verify)
+
+
+def _gate(tokens: int, device: torch.device) -> Trial:
+    h = _normal(tokens, _STREAMS, _HIDDEN, device=device)
+    projected = _normal(tokens, (_STREAMS + 1) * _HIDDEN, device=device)
+    weight = 1 + 0.2 * torch.randn(_STREAMS, _HIDDEN, device=device)
+
+    def verify(got: Tensor) -> float:
+        want = EngramGate.of(host(h), host(projected), host(weight), 1e-20)
+        return want.check(host(got), "streams")
+
+    moved = 2 * h.nbytes + projected.nbytes + weight.nbytes
+    return Trial(engram_gate, (h, projected, weight), {"eps": 1e-20}, moved, verify)
 
 
 def _route(tokens: int, device: torch.device) -> Trial:
