@@ -430,7 +430,7 @@ def make_engram(count: int) -> Inputs:
 def run_engram(
     codes: Tensor, scales: Tensor, h: Tensor, projected: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    rows = torch.empty(len(h), 3 * 64, dtype=torch.bfloat16)
+    rows = torch.empty(len(h), 3 * 64, dtype=torch.bfloat16, device=h.device)
     engram_rows(rows, codes, scales, backend="triton")
     return rows, engram_gate(h, projected, weight, eps=EPS, backend="triton")
 
