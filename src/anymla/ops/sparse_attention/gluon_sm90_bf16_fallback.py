@@ -83,31 +83,50 @@ def _fetch_rows(valid, data, scales_at, to, L: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_codes(valid, data, scales_at, to, FP8: gl.constexpr, L: gl.constexpr):
+def _e4m3_codes(data, scales_at, there, chunk, column):
+    """64 channels of e4m3 rows without a tail, in float32."""
+    codes = (gl.expand_dims(data, 1) + column + chunk * _CHUNK).to(gl.pointer_type(gl.uint8))
+    codes = gl.load(codes, mask=there, other=0)
+    scale = gl.expand_dims(scales_at, 1) + column // _FP8_BLOCK + chunk * (_CHUNK // _FP8_BLOCK)
+    bits = gl.load(scale.to(gl.pointer_type(gl.uint8)), mask=there, other=0).to(gl.int32)
+    bits = gl.where(bits == 0, 0x00400000, gl.where(bits == 255, 0x7FC00000, bits << 23))
+    rows = codes.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+    return rows * bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _nvfp4_codes(data, scales_at, there, chunk, column):
+    """The same of NVFP4 rows."""
+    codes = gl.expand_dims(data, 1) + column // 2 + chunk * (_CHUNK // 2)
+    codes = gl.load(codes.to(gl.pointer_type(gl.uint8)), mask=there, other=0)
+    scale = gl.expand_dims(scales_at, 1) + column // _NVFP4_BLOCK
+    scale = (scale + chunk * (_CHUNK // _NVFP4_BLOCK)).to(gl.pointer_type(gl.uint8))
+    scale = gl.load(scale, mask=there, other=0)
+    code = codes.to(gl.int32) >> (column % 2 * 4)
+    # As e4m3 its exponent is 6 less.
+    code = (code & 8) << 4 | (code & 7) << 2
+    rows = code.to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float32) * 64.0
+    return rows * scale.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def _fetch_codes(valid, data, scales_at, here, lists, to, L: gl.constexpr):
     """The same of rows without a tail, e4m3 or NVFP4."""
-    BLOCK: gl.constexpr = _FP8_BLOCK if FP8 else _NVFP4_BLOCK
-    PER_BYTE: gl.constexpr = 1 if FP8 else 2
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
     there = gl.expand_dims(valid, 1) & (column >= 0)
-    at = gl.expand_dims(data, 1) + column // PER_BYTE
-    scale_at = gl.expand_dims(scales_at, 1) + column // BLOCK
     for chunk in range(0, _CHUNKS):
-        codes = (at + chunk * (_CHUNK // PER_BYTE)).to(gl.pointer_type(gl.uint8))
-        codes = gl.load(codes, mask=there, other=0)
-        byte = (scale_at + chunk * (_CHUNK // BLOCK)).to(gl.pointer_type(gl.uint8))
-        byte = gl.load(byte, mask=there, other=0)
-        if FP8:
-            bits = byte.to(gl.int32)
-            bits = gl.where(bits == 0, 0x00400000, gl.where(bits == 255, 0x7FC00000, bits << 23))
-            factor = bits.to(gl.float32, bitcast=True)
-            rows = codes.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+        if not lists.FP4:
+            rows = _e4m3_codes(data, scales_at, there, chunk, column)
+        elif not lists.FP8:
+            rows = _nvfp4_codes(data, scales_at, there, chunk, column)
         else:
-            factor = byte.to(gl.float8e4nv, bitcast=True).to(gl.float32)
-            code = codes.to(gl.int32) >> (column % 2 * 4)
-            # As e4m3 its exponent is 6 less.
-            code = (code & 8) << 4 | (code & 7) << 2
-            rows = code.to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float32) * 64.0
-        to.index(chunk).store((rows * factor).to(gl.bfloat16))
+            # No branch: the compiler would take all that follows for divergent, and would let no
+            # two matrix instructions of the kernel run at a time, those of other warps included.
+            fp8 = here == lists.FP8_FIRST
+            first = _e4m3_codes(data, scales_at, there & fp8, chunk, column)
+            second = _nvfp4_codes(data, scales_at, there & (fp8 == 0), chunk, column)
+            rows = gl.where(fp8, first, second)
+        to.index(chunk).store(rows.to(gl.bfloat16))
 
 
 @gluon.jit
@@ -116,13 +135,8 @@ def _fetch_block(slots, here, lists, to, L: gl.constexpr):
     valid, data, scales_at = address(slots, here, lists)
     if lists.TAIL:
         _fetch_rows(valid, data, scales_at, to, L)
-    elif lists.FP8 and lists.FP4:
-        if here:
-            _fetch_codes(valid, data, scales_at, to, lists.FP8_FIRST, L)
-        else:
-            _fetch_codes(valid, data, scales_at, to, not lists.FP8_FIRST, L)
     else:
-        _fetch_codes(valid, data, scales_at, to, lists.FP8, L)
+        _fetch_codes(valid, data, scales_at, here, lists, to, L)
     return valid
 
 
