@@ -67,6 +67,7 @@ from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
     unlift,
 )
 from anymla.ops.sparse_attention.gluon_sm90_kv_producer import LIFT, NOPE, produce, produce_v32
+from anymla.ops.sparse_attention.gluon_sm90_nvfp4_producer import produce_nvfp4
 from anymla.ops.sparse_attention.gluon_sm90_query import (
     CHUNK,
     CHUNKS,
@@ -355,6 +356,8 @@ def _producer(lists, work, shared, ROW0: gl.constexpr, V32: gl.constexpr):
     ready, free = shared.barriers.ready, shared.barriers.free
     if V32:
         produce_v32(lists, work, shared, ready, free, 32, ROW0, 2)
+    elif lists.FP4:
+        produce_nvfp4(lists, work, shared, ready, free, 32, ROW0, 2, 4, False)
     else:
         produce(lists, work, shared, ready, free, 32, ROW0, 2)
 

@@ -42,6 +42,7 @@ from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
     store_partial,
 )
 from anymla.ops.sparse_attention.gluon_sm90_kv_producer import LIFT, NOPE, produce
+from anymla.ops.sparse_attention.gluon_sm90_nvfp4_producer import produce_nvfp4
 from anymla.ops.sparse_attention.gluon_sm90_query import HALF, load_query
 from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import (
     COUNTS,
@@ -235,6 +236,11 @@ def _odd_blocks(lists, work, shared, BUFFERS: gl.constexpr):
     produce(lists, work, shared, ready, free, 64, 0, BUFFERS, 1, 2, BETWEEN=True)
 
 
+@gluon.jit
+def _nvfp4_blocks(lists, work, shared, BUFFERS: gl.constexpr):
+    produce_nvfp4(lists, work, shared, shared.ready, shared.free, KEYS, 0, BUFFERS, 8, True)
+
+
 @gluon.jit(do_not_specialize=COUNTS)
 def decode_swap_ab_kernel(
     q_ptr, rows0_ptr, rows1_ptr, list0_ptr, list1_ptr, length0_ptr, length1_ptr, sink_ptr,
@@ -292,14 +298,24 @@ def decode_swap_ab_kernel(
     shared = Shared(
         q_packed, q_s, left, right, k_left, k_right, p_s, bias_s, exchange, overflowed, ready, free
     )
-    gl.warp_specialize(
-        [
-            (consumer, (lists, work, params, shared, HEADS, BUFFERS)),
-            (_even_blocks, (lists, work, shared, BUFFERS)),
-            (_odd_blocks, (lists, work, shared, BUFFERS)),
-        ],
-        [4, 4],
-        [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if lists.FP4:
+        gl.warp_specialize(
+            [
+                (consumer, (lists, work, params, shared, HEADS, BUFFERS)),
+                (_nvfp4_blocks, (lists, work, shared, BUFFERS)),
+            ],
+            [8],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (lists, work, params, shared, HEADS, BUFFERS)),
+                (_even_blocks, (lists, work, shared, BUFFERS)),
+                (_odd_blocks, (lists, work, shared, BUFFERS)),
+            ],
+            [4, 4],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
     if any_overflow(overflowed, HEADS):
         bf16_fallback(lists, work, params, right, left, q_packed, HEADS)

@@ -10,14 +10,12 @@ have a buffer of their own. Four lanes share a row, and each reads all four scal
 outside the range in which float16 is exact for powers of two, or a tail that float16 does not hold,
 sets the row's bias to NaN; other scales are rounded to float16, and so are the products.
 
-V4.1's rows have no tail: 512 codes with a scale byte for 32 of them, or (NVFP4) 512 codes of four
-bits with an e4m3 scale for 16. All channels are stored times ``LIFT``. Scales that float16 does not
-hold then, bytes as above and e4m3 above 80, set the row's bias to NaN. The lists' rows may differ:
-the loads are the same, either with a predicate of its own, and a block is decoded as its list says.
+V4.1's rows of 528 bytes have no tail: 512 codes with a scale byte for 32 of them. All channels are
+stored times ``LIFT``. Where a list has NVFP4 rows, ``gluon_sm90_nvfp4_producer`` fills the buffers.
 
-Four lanes share a row. A lane takes 16 codes of each 64, 16 bytes or 8, which become 32 bytes of
-float16 that are neighbours in shared memory. The tail is read as two times 64 bytes for the four
-lanes, which leaves its groups of eight channels in ``tail_order``, which q and the output get too.
+Four lanes share a row. A lane takes 16 codes of each 64, which become 32 bytes of float16 that are
+neighbours in shared memory. The tail is read as two times 64 bytes for the four lanes, which leaves
+its groups of eight channels in ``tail_order``, which q and the output get too.
 
 Everything is packed int32 on the way, two float16 each: a tensor of bytes takes a register for
 every byte.
@@ -35,7 +33,6 @@ from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import KEYS, split_at
 NOPE = gl.constexpr(get_layout(MAIN_FP8).nope)
 LIFT = gl.constexpr(2.0**float16_range.LIFT)
 assert float16_range.exact_scale_bytes(float16_range.LIFT) == (105, 127)  # see ``_inexact_bytes``
-assert float16_range.largest_nvfp4_scale(float16_range.LIFT) == 80.0  # see ``_large_bytes``
 MASKED = gl.constexpr(-1e30)
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
 _LOAD_IF = (  # rows leave L2 first, not what the next call begins with
@@ -46,18 +43,6 @@ _LOAD_IF = (  # rows leave L2 first, not what the next call begins with
 )
 _LOAD = gl.constexpr(_LOAD_IF % ".nc")
 _LOAD_HERE = gl.constexpr(_LOAD_IF % "")  # stays between barriers
-# Twice 8 bytes: of e4m3 rows both halves of a lane's 16 codes; of NVFP4 rows its 16 codes, and with
-# some of them 8 of the row's scales. One load of 16 bytes or 8 into the same registers would wait
-# for the other, whatever the predicates.
-_LOAD_TWICE_IF = (
-    "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
-    "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; setp.ne.s32 q, $6, 0; "
-    "@q ld.global%s.L1::evict_last.L2::cache_hint.L2::128B.v2.u32 {$0, $1}, [$4], p; "
-    "setp.ne.s32 q, $7, 0; "
-    "@q ld.global%s.L1::evict_last.L2::cache_hint.L2::128B.v2.u32 {$2, $3}, [$5], p; }"
-)
-_LOAD_TWICE = gl.constexpr(_LOAD_TWICE_IF % (".nc", ".nc"))
-_LOAD_TWICE_HERE = gl.constexpr(_LOAD_TWICE_IF % ("", ""))
 _KEEP_ORDER = gl.constexpr("bar.warp.sync 0xffffffff; mov.u32 $0, 0;")
 _INTO_L2 = gl.constexpr(
     "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; "
@@ -73,24 +58,6 @@ _DECODE = gl.constexpr(
     "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
     "cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
     "mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $3; }"
-)
-# Of eight e2m1 codes the upper bytes of float16's magnitudes, whose lower ones are zeros, from a
-# table; signs from their places, either of a byte's in the upper half of one.
-_PAIR = (
-    "prmt.b32 s, m, $4, %s; and.b32 s, s, 0x80008000; prmt.b32 c, %s, 0, %s; or.b32 s, s, c; "
-    "mul.rn.f16x2 $%d, s, $5; "
-)
-_DECODE_E2M1 = gl.constexpr(
-    "{ .reg .b32 a, b, c, m, s; "
-    "and.b32 m, $4, 0x77777777; prmt.b32 a, 0x3E3C3800, 0x46444240, m; "
-    "shr.u32 m, m, 16; prmt.b32 b, 0x3E3C3800, 0x46444240, m; shl.b32 m, $4, 4; "
-    + _PAIR % ("0x4000", "a", "0x1404", 0) + _PAIR % ("0x5010", "a", "0x3424", 1)
-    + _PAIR % ("0x6020", "b", "0x1404", 2) + _PAIR % ("0x7030", "b", "0x3424", 3) + "}"
-)  # fmt: skip
-# An e4m3 scale of a lane, times ``LIFT``, as two float16.
-_NVFP4_FACTOR = gl.constexpr(
-    "{ .reg .b32 t, u; .reg .b16 l, h; prmt.b32 t, $1, $1, $2; mov.b32 {l, h}, t; "
-    "cvt.rn.f16x2.e4m3x2 t, l; mov.b32 u, 0x58005800; mul.rn.f16x2 $0, t, u; }"
 )
 _FLOAT16_PAIRS = gl.constexpr(
     "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; cvt.rn.f16x2.f32 $0, b, a; }"
@@ -198,96 +165,26 @@ def _load(address, there, BETWEEN: gl.constexpr = False):
 
 
 @gluon.jit
-def _chunk(at, near, there, fp8, NUMBER: gl.constexpr, lists, BETWEEN: gl.constexpr = False):
-    """A lane's codes of 64 channels, as four int32; of NVFP4 two, and maybe two of scales.
-
-    Args:
-        at: where the lane's codes of the first 64 channels are.
-        near: of e4m3 rows the second half of them, of NVFP4 the row's scales.
-        there: whether there is a row.
-        fp8: see ``_is_fp8``.
-        NUMBER: which 64 channels; the first two of a half bring its scales.
-        lists: see ``produce``.
-        BETWEEN: likewise.
-    """
-    if not lists.FP4:
-        return _load(at + 64 * NUMBER, there, BETWEEN)
-    else:
-        SCALES: gl.constexpr = NUMBER // 4 * 16 + NUMBER % 4 * 8
-        both = there
-        if not lists.FP8:
-            at, near = at + 32 * NUMBER, near + SCALES
-            if NUMBER % 4 >= 2:
-                both = there * 0
-        else:
-            at = at + gl.where(fp8, 64, 32) * NUMBER
-            near = near + gl.where(fp8, 64 * NUMBER, SCALES)
-            if NUMBER % 4 >= 2:
-                both = there * gl.where(fp8, 1, 0)
-        return gl.inline_asm_elementwise(
-            _LOAD_TWICE_HERE if BETWEEN else _LOAD_TWICE, "=&r,=&r,=&r,=&r,l,l,r,r",
-            [at, near, there, both],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _last_chunk(at, near, there, fp8, lists, BETWEEN: gl.constexpr):
-    """``_chunk`` of the last 64 channels; of a tail two times 16 bytes, as eight int32."""
+def _last_load(at, there, lists, BETWEEN: gl.constexpr):
+    """The last 64 channels: codes, or a tail's two times 16 bytes, as eight int32."""
     if lists.TAIL:
         first = _load(at + NOPE, there, BETWEEN)
         return first + _load(at + NOPE + 64, there, BETWEEN)
     else:
-        return _chunk(at, near, there, fp8, 7, lists, BETWEEN)
+        return _load(at + 448, there, BETWEEN)
 
 
 @gluon.jit
-def _is_fp8(block, split, lists):
-    """Whether a block's rows are e4m3, where lists differ; which list it is of otherwise."""
-    if lists.FP4 and lists.FP8 and not lists.FP8_FIRST:
-        return block >= split.blocks0
-    else:
-        return block < split.blocks0
-
-
-@gluon.jit
-def _lanes_codes(valid, data, scales_at, lane, fp8, lists):
-    """Of rows the first three arguments of ``_chunk``."""
-    there = gl.expand_dims(valid, 1).to(gl.int32)
-    data = gl.expand_dims(data, 1)
-    scales_at = gl.expand_dims(scales_at, 1)
-    if not lists.FP4:
-        return data + lane, data, there
-    elif not lists.FP8:
-        return data + lane // 2, scales_at, there
-    else:
-        at = data + gl.where(fp8, lane, lane // 2)
-        return at, gl.where(fp8, at + 8, scales_at), there
-
-
-@gluon.jit
-def _scale_words(scales_at, valid, fp8, lists, BETWEEN: gl.constexpr):
-    """All scales of e4m3 rows without a tail, as four int32; zeros of other rows."""
-    there = valid.to(gl.int32)
-    if not lists.FP8:
-        return there * 0, there * 0, there * 0, there * 0
-    elif lists.FP4:
-        return _load(scales_at, there * gl.where(fp8, 1, 0), BETWEEN)
-    else:
-        return _load(scales_at, there, BETWEEN)
-
-
-@gluon.jit
-def _loads_before_here(BETWEEN: gl.constexpr):
+def loads_before_here(BETWEEN: gl.constexpr, WARPS: gl.constexpr = 4):
     """If BETWEEN, the compiler leaves loads before this where they are.
 
     It moves all of a block's loads to the end of the trip otherwise, so that none is under way
     while a block is decoded.
     """
     if BETWEEN:
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         gl.inline_asm_elementwise(
-            _KEEP_ORDER, "=r,r", [gl.arange(0, 128, layout=L)],
+            _KEEP_ORDER, "=r,r", [gl.arange(0, 32 * WARPS, layout=L)],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -309,7 +206,7 @@ def _into_l2(data, scales_at, valid, lane):
 
 
 @gluon.jit
-def _codes_into_l2(data, scales_at, valid, lane, fp8, lists):
+def codes_into_l2(data, scales_at, valid, lane, fp8, lists):
     """The same of rows without a tail: eight times 64 bytes, or four, and their scales."""
     there = gl.expand_dims(valid, 1).to(gl.int32) + lane * 0
     more = there
@@ -332,15 +229,6 @@ def _decode(codes, factor):
     return gl.inline_asm_elementwise(
         _DECODE, "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-
-
-@gluon.jit
-def _decode_e2m1(codes, factor):
-    """Eight codes of each int32 times the factor, as four packed pairs of float16."""
-    return gl.inline_asm_elementwise(
-        _DECODE_E2M1, "=&r,=&r,=&r,=&r,r,r", [codes, factor],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -372,45 +260,14 @@ def _inexact_bytes(low, high):
 
 
 @gluon.jit
-def _outside(word):
+def outside(word):
     """Where one of four scale bytes is outside 105 .. 127, as a non-zero int32."""
     return ~(((word & 0x7F7F7F7F) + 0x17171717) & ~word) & -0x7F7F7F80
 
 
 @gluon.jit
-def _large_bytes(word):
-    """Where one of four e4m3 scales is NaN or above 80 (0x6A), as a non-zero int32."""
-    return ((word & 0x7F7F7F7F) + 0x15151515) & -0x7F7F7F80
-
-
-@gluon.jit
 def _any_outside(a, b, c, d):
-    return _outside(a) | _outside(b) | _outside(c) | _outside(d)
-
-
-@gluon.jit
-def _any_large(a, b, c, d):
-    """Of NVFP4's scales, which all four lanes of a row have."""
-    left = _large_bytes(a[2]) | _large_bytes(a[3]) | _large_bytes(b[2]) | _large_bytes(b[3])
-    right = _large_bytes(c[2]) | _large_bytes(c[3]) | _large_bytes(d[2]) | _large_bytes(d[3])
-    return gl.max(((left | right) != 0).to(gl.int32), 1)
-
-
-@gluon.jit
-def _bias_of(scales, a, b, c, d, fp8, lists):
-    """Bias of rows without a tail: NaN where float16 does not hold one.
-
-    scales: see ``_scale_words``; a .. d: chunks that have those of NVFP4.
-    """
-    if not lists.FP4:
-        wrong = _any_outside(scales[0], scales[1], scales[2], scales[3])
-    elif not lists.FP8:
-        wrong = _any_large(a, b, c, d)
-    elif fp8:
-        wrong = _any_outside(scales[0], scales[1], scales[2], scales[3])
-    else:
-        wrong = _any_large(a, b, c, d)
-    return gl.where(wrong != 0, float("nan"), 0.0)
+    return outside(a) | outside(b) | outside(c) | outside(d)
 
 
 @gluon.jit
@@ -421,7 +278,7 @@ def _row_of_eight(a, b, c, d, e, f, g, h, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _block(x, lifted, PLACE: gl.constexpr, ROWS: gl.constexpr):
+def block_of_64(x, lifted, PLACE: gl.constexpr, ROWS: gl.constexpr):
     """64 channels of every row: [ROWS, 32] pairs."""
     factor = _factor(lifted, PLACE)
     a, b = _decode(x[0], factor)
@@ -441,22 +298,10 @@ def _tail(x, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _half_row(a, b, c, d, ROWS: gl.constexpr):
+def half_row(a, b, c, d, ROWS: gl.constexpr):
     """Four blocks side by side: [ROWS, 128] pairs."""
     joined = gl.join(gl.join(a, b), gl.join(c, d))
     return gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [ROWS, 128])
-
-
-@gluon.jit
-def _nvfp4_block(x, scales, lane, ROWS: gl.constexpr):
-    """64 channels of every row: [ROWS, 32] pairs. scales: of their four blocks, a byte each."""
-    factor = gl.inline_asm_elementwise(
-        _NVFP4_FACTOR, "=r,r,r", [scales, lane // 16 * 0x1111],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-    a, b, c, d = _decode_e2m1(x[0], factor)
-    e, f, g, h = _decode_e2m1(x[1], factor)
-    return _row_of_eight(a, b, c, d, e, f, g, h, ROWS)
 
 
 @gluon.jit
@@ -469,23 +314,15 @@ def _fp8_half(a, b, c, d, low, high, lane, ROWS: gl.constexpr):
         dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
     lifted = lifted + 0x07070707
-    return _half_row(
-        _block(a, lifted, 0, ROWS), _block(b, lifted, 1, ROWS),
-        _block(c, lifted, 2, ROWS), _block(d, lifted, 3, ROWS), ROWS,
+    return half_row(
+        block_of_64(a, lifted, 0, ROWS), block_of_64(b, lifted, 1, ROWS),
+        block_of_64(c, lifted, 2, ROWS), block_of_64(d, lifted, 3, ROWS), ROWS,
     )  # fmt: skip
 
 
 @gluon.jit
-def _nvfp4_half(a, b, c, d, lane, ROWS: gl.constexpr):
-    """The same of NVFP4 rows, whose scales the first two chunks have."""
-    return _half_row(
-        _nvfp4_block(a, a[2], lane, ROWS), _nvfp4_block(b, a[3], lane, ROWS),
-        _nvfp4_block(c, b[2], lane, ROWS), _nvfp4_block(d, b[3], lane, ROWS), ROWS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
+def put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
+    """Store rows ROW0 .. ROW0 + ROWS of a buffer of 64."""
     if ROWS == KEYS:
         buffer.store(x)
     else:
@@ -493,22 +330,7 @@ def _put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
 
 
 @gluon.jit
-def _put_half(
-    buffer, a, b, c, d, low, high, lane, fp8, lists, ROWS: gl.constexpr, ROW0: gl.constexpr
-):
-    """Store half of every row without a tail: four chunks, and of e4m3 rows their scales."""
-    if not lists.FP4:
-        _put(buffer, _fp8_half(a, b, c, d, low, high, lane, ROWS), ROWS, ROW0)
-    elif not lists.FP8:
-        _put(buffer, _nvfp4_half(a, b, c, d, lane, ROWS), ROWS, ROW0)
-    elif fp8:
-        _put(buffer, _fp8_half(a, b, c, d, low, high, lane, ROWS), ROWS, ROW0)
-    else:
-        _put(buffer, _nvfp4_half(a, b, c, d, lane, ROWS), ROWS, ROW0)
-
-
-@gluon.jit
-def _first_slots(block, split, lists, work, r, TURNS: gl.constexpr):
+def first_slots(block, split, lists, work, r, TURNS: gl.constexpr):
     """Slots of a split's first block; if it is known, without waiting for the lengths."""
     if work.BY_WIDTH:
         width, column = lists.widths[0], block * KEYS + r
@@ -544,7 +366,7 @@ def produce(
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
     TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1, BETWEEN: gl.constexpr = False,
 ):  # fmt: skip
-    """Fill the buffers with the blocks of all splits of V4's rows, or of V4.1's.
+    """Fill the buffers with the blocks of all splits of V4's rows, or of V4.1's e4m3 rows.
 
     Producers either take rows ROW0 .. ROW0 + ROWS of every block, or all rows of every TURNS-th
     block. These are counted over all splits, so that no producer skips a buffer's turn: a barrier
@@ -578,44 +400,43 @@ def produce(
     for k in range(0, work.count):
         split = split_at(k, work, lists)
         own = split.first + (before + TURN) % TURNS
-        slots = _first_slots(own, split, lists, work, r, TURNS)
+        slots = first_slots(own, split, lists, work, r, TURNS)
         upcoming = slots_of(own + TURNS, split, lists, r)
         valid, data, scales_at = address(slots, own < split.blocks0, lists)
-        fp8 = _is_fp8(own, split, lists)
         if lists.TAIL:
             scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
         else:
-            scales = _scale_words(scales_at, valid, fp8, lists, BETWEEN)
-        at, near, there = _lanes_codes(valid, data, scales_at, lane, fp8, lists)
-        x0 = _chunk(at, near, there, fp8, 0, lists, BETWEEN)
-        x1 = _chunk(at, near, there, fp8, 1, lists, BETWEEN)
-        x2 = _chunk(at, near, there, fp8, 2, lists, BETWEEN)
-        x3 = _chunk(at, near, there, fp8, 3, lists, BETWEEN)
-        x4 = _chunk(at, near, there, fp8, 4, lists, BETWEEN)
-        x5 = _chunk(at, near, there, fp8, 5, lists, BETWEEN)
-        x6 = _chunk(at, near, there, fp8, 6, lists, BETWEEN)
-        x7 = _last_chunk(at, near, there, fp8, lists, BETWEEN)
+            scales = _load(scales_at, valid.to(gl.int32), BETWEEN)
+        there = gl.expand_dims(valid, 1).to(gl.int32)
+        at = gl.expand_dims(data, 1) + lane
+        x0 = _load(at, there, BETWEEN)
+        x1 = _load(at + 64, there, BETWEEN)
+        x2 = _load(at + 128, there, BETWEEN)
+        x3 = _load(at + 192, there, BETWEEN)
+        x4 = _load(at + 256, there, BETWEEN)
+        x5 = _load(at + 320, there, BETWEEN)
+        x6 = _load(at + 384, there, BETWEEN)
+        x7 = _last_load(at, there, lists, BETWEEN)
         for block in range(own, split.last, TURNS):
             place = before + block - split.first
             buffer = place % BUFFERS
             if NEAR:
                 following = block + TURNS < split.blocks0
                 next_valid, data, scales_at = address(upcoming, following, lists)
-                next_fp8 = _is_fp8(block + TURNS, split, lists)
                 if lists.TAIL:
                     _into_l2(data, scales_at, next_valid, lane)
                 else:
-                    _codes_into_l2(data, scales_at, next_valid, lane, next_fp8, lists)
+                    codes_into_l2(data, scales_at, next_valid, lane, True, lists)
             mbarrier.wait(free.index(buffer), ((place // BUFFERS) & 1) ^ 1)
             if not NEAR:
                 following = block + TURNS < split.blocks0
                 next_valid, data, scales_at = address(upcoming, following, lists)
-                next_fp8 = _is_fp8(block + TURNS, split, lists)
             if lists.TAIL:
                 next_scales = gl.load(
                     scales_at.to(gl.pointer_type(gl.int64)), mask=next_valid, other=_ONES
                 )
-            at, near, there = _lanes_codes(next_valid, data, scales_at, lane, next_fp8, lists)
+            there = gl.expand_dims(next_valid, 1).to(gl.int32)
+            at = gl.expand_dims(data, 1) + lane
             # A row that float16 does not hold makes all scores NaN.
             if lists.TAIL:
                 low = scales.to(gl.int32)
@@ -623,47 +444,43 @@ def produce(
                 row_bias = gl.where(_inexact_bytes(low, high) != 0, float("nan"), 0.0)
                 low = low + 0x07070707
                 high = high + 0x07070707
-                half = _half_row(
-                    _block(x0, low, 0, ROWS), _block(x1, low, 1, ROWS),
-                    _block(x2, low, 2, ROWS), _block(x3, low, 3, ROWS), ROWS,
+                half = half_row(
+                    block_of_64(x0, low, 0, ROWS), block_of_64(x1, low, 1, ROWS),
+                    block_of_64(x2, low, 2, ROWS), block_of_64(x3, low, 3, ROWS), ROWS,
                 )  # fmt: skip
-                _put(shared.left.index(buffer), half, ROWS, ROW0)
+                put(shared.left.index(buffer), half, ROWS, ROW0)
             else:
-                row_bias = _bias_of(scales, x0, x1, x4, x5, fp8, lists)
-                _put_half(
-                    shared.left.index(buffer), x0, x1, x2, x3, scales[0], scales[1], lane, fp8,
-                    lists, ROWS, ROW0,
-                )  # fmt: skip
-            x0 = _chunk(at, near, there, next_fp8, 0, lists, BETWEEN)
-            x1 = _chunk(at, near, there, next_fp8, 1, lists, BETWEEN)
-            x2 = _chunk(at, near, there, next_fp8, 2, lists, BETWEEN)
-            x3 = _chunk(at, near, there, next_fp8, 3, lists, BETWEEN)
-            _loads_before_here(BETWEEN)
+                wrong = _any_outside(scales[0], scales[1], scales[2], scales[3])
+                row_bias = gl.where(wrong != 0, float("nan"), 0.0)
+                half = _fp8_half(x0, x1, x2, x3, scales[0], scales[1], lane, ROWS)
+                put(shared.left.index(buffer), half, ROWS, ROW0)
+            x0 = _load(at, there, BETWEEN)
+            x1 = _load(at + 64, there, BETWEEN)
+            x2 = _load(at + 128, there, BETWEEN)
+            x3 = _load(at + 192, there, BETWEEN)
+            loads_before_here(BETWEEN)
             if lists.TAIL:
-                half = _half_row(
-                    _block(x4, high, 0, ROWS), _block(x5, high, 1, ROWS),
-                    _block(x6, high, 2, ROWS), _tail(x7, ROWS), ROWS,
+                half = half_row(
+                    block_of_64(x4, high, 0, ROWS), block_of_64(x5, high, 1, ROWS),
+                    block_of_64(x6, high, 2, ROWS), _tail(x7, ROWS), ROWS,
                 )  # fmt: skip
-                _put(shared.right.index(buffer), half, ROWS, ROW0)
+                put(shared.right.index(buffer), half, ROWS, ROW0)
             else:
-                _put_half(
-                    shared.right.index(buffer), x4, x5, x6, x7, scales[2], scales[3], lane, fp8,
-                    lists, ROWS, ROW0,
-                )  # fmt: skip
-            x4 = _chunk(at, near, there, next_fp8, 4, lists, BETWEEN)
-            x5 = _chunk(at, near, there, next_fp8, 5, lists, BETWEEN)
-            x6 = _chunk(at, near, there, next_fp8, 6, lists, BETWEEN)
-            x7 = _last_chunk(at, near, there, next_fp8, lists, BETWEEN)
+                half = _fp8_half(x4, x5, x6, x7, scales[2], scales[3], lane, ROWS)
+                put(shared.right.index(buffer), half, ROWS, ROW0)
+            x4 = _load(at + 256, there, BETWEEN)
+            x5 = _load(at + 320, there, BETWEEN)
+            x6 = _load(at + 384, there, BETWEEN)
+            x7 = _last_load(at, there, lists, BETWEEN)
             if lists.TAIL:
                 scales = next_scales
             else:
                 # Only now: registers do not suffice for both blocks' scales.
-                scales = _scale_words(scales_at, next_valid, next_fp8, lists, BETWEEN)
-            _loads_before_here(BETWEEN)
-            _put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
+                scales = _load(scales_at, next_valid.to(gl.int32), BETWEEN)
+            loads_before_here(BETWEEN)
+            put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
             valid = next_valid
-            fp8 = next_fp8
             upcoming = slots_of(block + 2 * TURNS, split, lists, r)
         before += split.last - split.first
 
@@ -757,27 +574,27 @@ def produce_v32(
             next_z = _load(at - lane + V32_SCALES, there)
             a = _scale_pair(z[0])
             b = _scale_pair(z[1])
-            half = _half_row(
+            half = half_row(
                 _v32_block(x0, a, ROWS), _v32_block(x1, a, ROWS),
                 _v32_block(x2, b, ROWS), _v32_block(x3, b, ROWS), ROWS,
             )  # fmt: skip
-            _put(shared.left.index(buffer), half, ROWS, ROW0)
+            put(shared.left.index(buffer), half, ROWS, ROW0)
             x0 = _load(at, there)
             x1 = _load(at + 64, there)
             x2 = _load(at + 128, there)
             x3 = _load(at + 192, there)
             a = _scale_pair(z[2])
             b = _scale_pair(z[3])
-            half = _half_row(
+            half = half_row(
                 _v32_block(x4, a, ROWS), _v32_block(x5, a, ROWS),
                 _v32_block(x6, b, ROWS), _v32_block(x7, b, ROWS), ROWS,
             )  # fmt: skip
-            _put(shared.right.index(buffer), half, ROWS, ROW0)
+            put(shared.right.index(buffer), half, ROWS, ROW0)
             x4 = _load(at + 256, there)
             x5 = _load(at + 320, there)
             x6 = _load(at + 384, there)
             x7 = _load(at + 448, there)
-            _put(shared.tail.index(buffer), _tail(y0 + y1, ROWS), ROWS, ROW0)
+            put(shared.tail.index(buffer), _tail(y0 + y1, ROWS), ROWS, ROW0)
             # A row that float16 does not hold makes all scores NaN.
             wrong = (
                 _inexact_scale(z[0])
@@ -789,7 +606,7 @@ def produce_v32(
             y0 = _load(at + V32_TAIL, there)
             y1 = _load(at + V32_TAIL + 64, there)
             row_bias = gl.where(gl.max(wrong, 1) != 0, float("nan"), 0.0)
-            _put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
+            put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
             filled += 1
             valid = next_valid
