@@ -75,6 +75,14 @@ def test_shared_memory_is_synchronised_as_it_must_be():
     assert not problem(unmet_arrivals=0, unfenced_reads=0, idle_barriers=0)
 
 
+def test_products_of_warpgroups_run_several_at_a_time():
+    waited = "each of 104 products is waited for before the next"
+    assert problem(products=104, product_waits=104) == waited
+    assert not problem(products=104, product_waits=11)
+    assert not problem(products=1, product_waits=1)
+    assert not problem(products=40)
+
+
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 def test_only_rows_that_passed_with_this_triton_hold():
     import triton

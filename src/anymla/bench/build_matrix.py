@@ -5,7 +5,8 @@ that families share from the launches of all; what decode layers launch besides 
 is compiled in its own process with a time limit, because a combination that the compiler does not
 like may abort it. A build passes if it compiles (or fails, where that is expected), its shared
 memory fits the target, it spills no more than it declares, matrix-multiply instructions are in the
-code where they are meant to be, and shared memory is synchronised as ``ptx_synchronisation`` asks.
+code where they are meant to be and run several at a time where the device can, and shared memory is
+synchronised as ``ptx_synchronisation`` asks.
 What passes here fits and builds; only a run on the device shows that it computes right, and how
 fast.
 """
@@ -301,6 +302,8 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
         problem = f"memory released to TMA {row['unfenced_reads']} times while it is read"
     elif row.get("idle_barriers"):
         problem = f"{row['idle_barriers']} barriers whose memory the compiler gives to others"
+    elif row.get("product_waits", 0) >= row.get("products", 0) > 1:
+        problem = f"each of {row['products']} products is waited for before the next"
     elif must.matrix and not target.arc_a and not _multiplies(row["matrix"], must.matrix):
         operands = "" if must.matrix is True else f" of {must.matrix}"
         problem = f"no matrix-multiply instruction{operands}"
@@ -352,6 +355,9 @@ def _cuda_code(code: Any) -> dict[str, Any]:
         "instructions": len(found),
         "spills": kinds["STL"] + kinds["LDL"],
         "matrix": sorted({name for name in found if "MMA" in name.split(".")[0]}),
+        # Of warpgroups alone; what the compiler cannot follow it runs one at a time, unasked.
+        "products": kinds["HGMMA"] + kinds["QGMMA"],
+        "product_waits": sum(name.startswith("WARPGROUP.DEPBAR") for name in found),
         "registers": int(registers[1]) if registers else None,
         "unmet_arrivals": len(unmet_arrivals(code.asm["ptx"])),
         "unfenced_reads": len(unfenced_reads(code.asm["ptx"])),
