@@ -49,9 +49,13 @@ class NgramReader:
 
     def found(self, spans: Sequence[Span]) -> dict[int, NgramRows]:
         """The same, where the tables lie; nothing without spans."""
-        if not spans:
+        if not spans or not self._engrams:
             return {}
-        return {each.layer: each.read(*_tokens(spans, each)) for each in self._engrams}
+        # The longest n-gram and the table's device are the same in all layers.
+        first = self._engrams[0]
+        tokens = _tokens(spans, len(first.ngrams.multipliers) - 1)
+        given = tuple(each.to(first.table.weight.device) for each in tokens)
+        return {each.layer: each.read(*given) for each in self._engrams}
 
     def nothing(self, tokens: int) -> dict[int, NgramRows]:
         """Rows of as many tokens that are padding, which may be written to."""
@@ -110,15 +114,17 @@ class NgramBuffers:
                     device.copy_(host, non_blocking=True)
 
 
-def _tokens(spans: Sequence[Span], engram: Engram) -> tuple[Tensor, Tensor]:
-    """The spans' tokens int64 [T], and those before each one, the nearest first: [T, n]."""
-    before = len(engram.ngrams.multipliers) - 1
-    windows = []
+def _tokens(spans: Sequence[Span], before: int) -> tuple[Tensor, Tensor]:
+    """The spans' tokens int64 [T], and the ``before`` of each, the nearest first; -1 for none."""
+    texts: list[int] = []
+    places: list[int] = []
     for span in spans:
         known = span.state.tokens[max(0, span.start - before) : span.start]
-        text = [-1] * (before - len(known)) + known + list(span.token_ids)
-        windows.append(torch.tensor(text).unfold(0, before + 1, 1).flip(1))
-    tokens = torch.cat(windows).to(engram.table.weight.device)
+        texts += [-1] * (before - len(known)) + known
+        places += range(len(texts), len(texts) + len(span.token_ids))
+        texts += span.token_ids
+    nearest = torch.tensor(places).unsqueeze(1) - torch.arange(before + 1)
+    tokens = torch.tensor(texts)[nearest]
     return tokens[:, 0], tokens[:, 1:]
 
 
