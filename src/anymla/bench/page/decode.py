@@ -42,11 +42,17 @@ def _v32(rows: Sequence[Row]) -> Table:
 
 def _v41(rows: Sequence[Row]) -> Table:
     used = [row for row in rows if row.get("part") == _V41]
+    # Kernels have changed since other devices were measured.
+    device = max(used, key=lambda row: str(row.get("date", ""))).get("device") if used else None
+    used = [row for row in used if row.get("device") == device]
     body = [
         [
             case_of(row),
-            *(f"{row[name]:.1f}" for name in ("v4_us", "fp8_us", "nvfp4_us")),
-            f"{row['v4_us'] / row['fp8_us']:.2f}",
+            *(
+                f"{row[name]:.1f}" if name in row else "-"
+                for name in ("v4_us", "fp8_us", "nvfp4_us")
+            ),
+            f"{row['v4_us'] / row['fp8_us']:.2f}" if "fp8_us" in row else "-",
             f"{'' if row.get('met') else '!'}{row['ratio']:.2f}",
         ]
         for row in used
