@@ -194,6 +194,11 @@ REFUSED = [
     (flash(engram_pad_token_id=129280), "engram_pad_token_id is 129280, supported: below vocab_"),
     (flash("engram_head_dim"), "engram_head_dim is missing"),
     (flash(num_hash_layers=3), "num_hash_layers is 3, supported: 0"),
+    (flash(mlp_layer_types=["hash_moe", *["moe"] * 39]), "mlp_layer_types is ['hash_moe', 'moe', "),
+    (flash(gate_temp=2.0), "gate_temp is 2.0, supported: 1"),
+    (FLASH_41 | {"gate_temp": True}, "gate_temp is True, supported: 1"),
+    (flash("scoring_func", score_func="softmax"), "scoring_func is 'softmax', supported: 'sqrtso"),
+    (flash(score_func="softmax"), "scoring_func is 'sqrtsoftplus', but score_func is 'softmax'"),
     (
         FLASH_41
         | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
@@ -207,6 +212,13 @@ def test_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^config: {re.escape(message)}") as caught:
         ModelConfig.from_dict(values)
     assert "\n" not in str(caught.value)
+
+
+def test_fields_that_say_what_is_so_anyway(config: ModelConfig) -> None:
+    said = flash(
+        gate_temp=1.0, n_group=1, topk_group=1, num_hash_layers=0, mlp_layer_types=["moe"] * 40
+    )
+    assert ModelConfig.from_dict(said) == config
 
 
 def test_multipliers_and_moduli(config: ModelConfig) -> None:

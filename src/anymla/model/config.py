@@ -220,7 +220,7 @@ class ModelConfig:
         if family.names_sources:
             sources = listed_sources(fields, backbone, topk)
         else:
-            sources = own_sources(backbone, SELECTED_RATIO)
+            sources = own_sources(fields, backbone, SELECTED_RATIO)
         tables = rope_tables(fields, rope_dim / head_dim, compresses=any(ratios))
         config = cls(
             vocab_size=vocab,
@@ -280,6 +280,8 @@ def _hash_layers(fields: Fields, layers: int, family: Family) -> int:
     """Layers that route by token id; a family that has none need not say so."""
     if family.names_sources:
         fields.only("num_hash_layers", 0)
+        if fields.has("mlp_layer_types") and hash_layers(fields, layers):
+            raise unsupported("mlp_layer_types", fields.values["mlp_layer_types"], "'moe' alone")
         return 0
     return hash_layers(fields, layers)
 
@@ -305,6 +307,9 @@ def _require_family(fields: Fields) -> None:
     fields.only("scoring_func", "sqrtsoftplus")
     fields.only("topk_method", "noaux_tc")
     fields.only("norm_topk_prob", True)
+    fields.only("gate_temp", 1)
+    fields.only("n_group", 1)
+    fields.only("topk_group", 1)
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
     fields.only("tie_word_embeddings", True, False)

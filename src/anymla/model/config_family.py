@@ -67,6 +67,7 @@ _INFERENCE_NAMES = {
     "dim": "hidden_size",
     "norm_eps": "rms_norm_eps",
     "rope_head_dim": "qk_rope_head_dim",
+    "score_func": "scoring_func",
     "kv_source_layers": "kv_source_layer_ids",
     "index_source_layers": "index_source_layer_ids",
     "candidate_source_layer": "candidate_source_layer_id",
