@@ -187,7 +187,16 @@ REFUSED = [
     ),
     (
         flash(engram_num_embeddings=[384006167, 384016682]),
-        "engram_num_embeddings is 384006167, supported: at least 384006168 rows for layer 1",
+        "engram_num_embeddings is 384006167, supported: 384006168 for layer 1, the sum of its "
+        "primes from engram_vocab_size = 16000000 on",
+    ),
+    (
+        flash(engram_num_embeddings=[384006168, 384016683]),
+        "engram_num_embeddings is 384016683, supported: 384016682 for layer 14, the sum of its pri",
+    ),
+    (
+        flash(engram_vocab_size=15999000),
+        "engram_num_embeddings is 384006168, supported: 3839",
     ),
     (flash(engram_layer_ids=[14, 1]), "engram_layer_ids is [14, 1], supported: ascending layers"),
     (flash(engram_layer_ids=[1, 40]), "engram_layer_ids is [1, 40], supported: ascending layers"),

@@ -138,6 +138,13 @@ def test_a_tokenizer_of_another_size_is_refused(checkpoint: Path, tmp_path: Path
         load_model(tmp_path, progress=False)
 
 
+def test_a_table_with_rows_to_spare_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    # Primes from 499 on are others, whose sum is smaller.
+    _changed(checkpoint, tmp_path, text={"engram_vocab_size": 499})
+    with pytest.raises(ConfigError, match=r"engram_num_embeddings is \d+, supported: \d+ for laye"):
+        load_model(tmp_path, progress=False)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
