@@ -36,6 +36,7 @@ def test_published_values(config: ModelConfig) -> None:
     assert config.quantization is not None
     assert config.quantization.block == (32, 32)
     assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
+    assert config.image_token_id == 129264
     assert config.compress_ratios == (0, 0, *[2] * 18, *[1] * 20, 0, 0, 0)
     assert config.num_nextn_predict_layers == 0
     assert config.dspark == DSparkConfig(
@@ -201,6 +202,7 @@ REFUSED = [
     (flash(engram_layer_ids=[14, 1]), "engram_layer_ids is [14, 1], supported: ascending layers"),
     (flash(engram_layer_ids=[1, 40]), "engram_layer_ids is [1, 40], supported: ascending layers"),
     (flash(engram_pad_token_id=129280), "engram_pad_token_id is 129280, supported: below vocab_"),
+    (FLASH_41 | {"image_token_id": "<image>"}, "image_token_id is '<image>', supported: an integ"),
     (flash("engram_head_dim"), "engram_head_dim is missing"),
     (flash(num_hash_layers=3), "num_hash_layers is 3, supported: 0"),
     (flash(mlp_layer_types=["hash_moe", *["moe"] * 39]), "mlp_layer_types is ['hash_moe', 'moe', "),

@@ -16,6 +16,7 @@ from shared_cases import shared
 from anymla.cli.generate import command as generate
 from anymla.cli.inspect import command as inspect
 from anymla.cli.make_tiny import command as make_tiny
+from anymla.cli.score import command as score
 from anymla.model.checkpoint import Checkpoint, CheckpointError
 from anymla.model.config import ConfigError, ModelConfig
 from anymla.model.load import load_model
@@ -81,6 +82,25 @@ def test_images_are_left_alone_and_named(
     lines = [line for line in capsys.readouterr().err.splitlines() if "not read" in line]
     assert lines == [f"{directory}: 3 vision tensors (vision.*, aligner.*, image_*) are not read"]
     assert _generate(directory) == _generate(checkpoint)
+
+
+def test_prompts_with_images_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """By the commands before anything is loaded, and by the engine."""
+    directory = _changed(checkpoint, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"image_token_id": PROMPT[5]}))
+    said = f"token id {PROMPT[5]} stands for an image (image_token_id), and images are not read\n"
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps({"token_ids": PROMPT}))
+    common = ["--checkpoint", str(directory), "--json", str(tmp_path / "out.json")]
+    for command, option, name in (
+        (generate, "--batch", f"{tokens} line 1: request '1'"),
+        (score, "--token-ids", "request 'score'"),
+    ):
+        told = CliRunner().invoke(command, [*common, option, str(tokens)])
+        assert (told.exit_code, told.stderr) == (2, f"Error: {name}: {said}")
+    with pytest.raises(ValueError, match="images are not read"):
+        _generate(directory)
 
 
 def test_the_drafter_is_read(drafting: Path, checkpoint: Path) -> None:

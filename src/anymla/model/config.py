@@ -78,6 +78,7 @@ class ModelConfig:
         engram: the memory of n-grams, or None.
         yarn: scaling of the rotary table of layers that compress, or None.
         eos_token_ids: every id that ends a text.
+        image_token_id: the id that stands for the pieces of an image in a prompt, or None.
         quantization: None for an unquantised checkpoint.
         expert_dtype: "fp4", "fp8", "bf16", or None where the file does not say.
     """
@@ -114,6 +115,7 @@ class ModelConfig:
     rms_norm_eps: float
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    image_token_id: int | None
     tie_word_embeddings: bool
     quantization: Quantization | None
     expert_dtype: str | None
@@ -257,6 +259,9 @@ class ModelConfig:
             rms_norm_eps=fields.number("rms_norm_eps"),
             bos_token_id=fields.integer("bos_token_id") if fields.has("bos_token_id") else None,
             eos_token_ids=_eos(fields),
+            image_token_id=fields.integer("image_token_id")
+            if fields.has("image_token_id")
+            else None,
             tie_word_embeddings=bool(flat.get("tie_word_embeddings")),
             quantization=_quantization(fields, family.weight_block),
             expert_dtype=_expert_dtype(fields),
