@@ -1,5 +1,6 @@
 """DeepSeek-V4.1's configuration: names, roles of layers, n-grams, and what is refused."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,10 +11,11 @@ from anymla.layers.engram import NgramHash
 from anymla.layers.spec import Candidates
 from anymla.model.build import ngram_hash
 from anymla.model.config import ConfigError, DSparkConfig, ModelConfig
+from anymla.model.config_family import FAMILIES
 from anymla.model.layer_specs import layer_specs
 from anymla.model.schema import count_values, expected_tensors
 from anymla.runtime.cache_groups import cache_groups
-from anymla.testing.published import FLASH_41
+from anymla.testing.published import FLASH, FLASH_41
 
 TEXT: dict[str, Any] = FLASH_41["text_config"]
 
@@ -135,9 +137,34 @@ def test_names_of_the_inference_code_mean_the_same(config: ModelConfig) -> None:
     assert ModelConfig.from_dict(flat) == config
 
 
-def test_v4_reads_as_before() -> None:
-    from anymla.testing.published import FLASH
+@pytest.mark.parametrize("name", ["keeps_one", "has_hash_layers", "has_image_bias"])
+def test_a_fact_of_the_family_stands_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A V4 with one of V4.1's facts has the others as before."""
+    other = getattr(FAMILIES["deepseek_v41"], name)
+    monkeypatch.setitem(
+        FAMILIES, "deepseek_v4", dataclasses.replace(FAMILIES["deepseek_v4"], **{name: other})
+    )
+    hashes = 0 if name == "has_hash_layers" else 3
+    changes = {
+        "num_hidden_layers": 4,
+        "compress_ratios": [0, 1, 4, 128, 0],
+        "num_hash_layers": hashes,
+        "n_routed_experts": 6,
+    }
+    config = ModelConfig.from_dict(FLASH | changes)
+    kept = 1 if name == "keeps_one" else 0
+    assert config.backbone_ratios == (0, kept, 4, 128)
+    assert config.num_hash_layers == hashes
+    assert config.sources.kv == ((1, 2, 3) if kept else (2, 3))
+    found = expected_tensors(config)
+    assert ("layers.3.ffn.gate.bias_vl" in found) == (name == "has_image_bias")
+    assert ("layers.0.ffn.gate.tid2eid" in found) == (name != "has_hash_layers")
+    if name == "has_hash_layers":
+        with pytest.raises(ConfigError, match="num_hash_layers is 3, supported: 0"):
+            ModelConfig.from_dict(FLASH)
 
+
+def test_v4_reads_as_before() -> None:
     specs = layer_specs(ModelConfig.from_dict(FLASH))
     assert all(spec.kv_source is None and spec.index_source is None for spec in specs)
     assert all(spec.compresses == bool(spec.ratio) for spec in specs)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from shared_cases import shared
 
+from anymla.cli.checkpoint_report import checkpoint_report
 from anymla.cli.generate import command as generate
 from anymla.cli.inspect import command as inspect
 from anymla.cli.make_tiny import command as make_tiny
@@ -207,6 +208,21 @@ def test_bytes_a_token_are_those_of_the_report() -> None:
     held = {size.name: size.held_bytes[context] / context for size in sizes}
     assert {name: held[name] for name in ("c1", "c2", "index_c1", "index_c2")} == {
         "c1": 288.0, "c2": 432.0, "index_c1": 68.0, "index_c2": 102.0,
+    }  # fmt: skip
+
+
+def test_sources_are_reported_where_layers_share(tmp_path: Path) -> None:
+    options = shared(
+        (0, 2, 1), candidate_source=-1, engram_layers=(), hidden=64, experts=4, moe_size=64
+    )
+    write_tiny_checkpoint(tmp_path / "own", options)
+    assert checkpoint_report(tmp_path / "own", "nvfp4")["sources"] is None
+    options = shared(
+        (0, 2, 2), candidate_source=-1, engram_layers=(), hidden=64, experts=4, moe_size=64
+    )
+    write_tiny_checkpoint(tmp_path / "shared", options)
+    assert checkpoint_report(tmp_path / "shared", "nvfp4")["sources"] == {
+        "kv": (1,), "index": (1,), "candidates": None,
     }  # fmt: skip
 
 

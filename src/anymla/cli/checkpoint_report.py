@@ -11,6 +11,7 @@ from typing import Any
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import present_config, readable, unread_lines
+from anymla.model.layer_specs import layer_specs
 from anymla.model.schema import expected_linears, weight_kind
 from anymla.model.verify import verify
 from anymla.runtime.cache_size import cache_sizes
@@ -89,9 +90,10 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
 
 def _sources(config: ModelConfig) -> dict[str, Any] | None:
     """Which layers others share something of; None where every layer has its own."""
-    if not config.family.names_sources:
-        return None
-    return dataclasses.asdict(config.sources)
+    for spec in layer_specs(config):
+        if (spec.kv_source, spec.index_source, spec.candidates) != (None, None, None):
+            return dataclasses.asdict(config.sources)
+    return None
 
 
 def part_of(name: str) -> str:

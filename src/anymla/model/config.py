@@ -214,7 +214,7 @@ class ModelConfig:
             fields,
             layers,
             mtp if dspark is None else dspark.stages,
-            keeps_one=family.names_sources,
+            keeps_one=family.keeps_one,
         )
         topk = fields.integer("index_topk", minimum=1)
         vocab = fields.integer("vocab_size", minimum=1)
@@ -283,7 +283,7 @@ def _family(values: Mapping[str, Any]) -> Family:
 
 def _hash_layers(fields: Fields, layers: int, family: Family) -> int:
     """Layers that route by token id; a family that has none need not say so."""
-    if family.names_sources:
+    if not family.has_hash_layers:
         fields.only("num_hash_layers", 0)
         if fields.has("mlp_layer_types") and hash_layers(fields, layers):
             raise unsupported("mlp_layer_types", fields.values["mlp_layer_types"], "'moe' alone")
