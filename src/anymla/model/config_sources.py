@@ -115,12 +115,11 @@ def _candidates(
         fields.integer("candidate_topk_blocks", minimum=1),
         fields.integer("candidate_block_size", minimum=1),
     )
-    # The newest block may hold a single visible entry.
-    least = (found.blocks - 1) * found.block_size + 1
-    if least < topk:
+    if found.least_entries < topk:
         raise unsupported(
             "candidate_topk_blocks",
             found.blocks,
-            f"blocks that always hold index_topk = {topk} entries; these may hold {least}",
+            f"blocks that always hold index_topk = {topk} entries; these may hold "
+            f"{found.least_entries}",
         )
     return found
