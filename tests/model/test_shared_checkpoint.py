@@ -234,7 +234,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     shown = CliRunner().invoke(inspect, ["--checkpoint", directory, "--kv-cache", "nvfp4"])
     assert shown.exit_code == 0, shown.output
-    assert "layers 8, ratios 0,0,2,2,1,1,1,1" in shown.output
+    assert "layers 8, ratios 0,0,2,2,1,1,1,1; no drafter; experts 8\n" in shown.output
     assert "layers that write entries: 2, 4; that select: 2, 4, 6" in shown.output
     assert "layer 4 keeps 2048 blocks of 8 entries that later layers select within" in shown.output
     assert "layers 1, 4 read n-grams of up to 4 tokens" in shown.output

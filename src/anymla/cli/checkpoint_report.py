@@ -65,6 +65,7 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
         "compress_ratios": list(config.backbone_ratios),
         "mtp_layers": config.num_nextn_predict_layers,
         "mtp_layers_declared": declared.num_nextn_predict_layers,
+        "dspark_declared": declared.dspark is not None,
         "dspark": None if config.dspark is None else dataclasses.asdict(config.dspark),
         "sources": _sources(config),
         "engram": None if config.engram is None else dataclasses.asdict(config.engram),
