@@ -171,7 +171,25 @@ def test_v4_reads_as_before() -> None:
     assert not any(spec.shares_selection or spec.candidates for spec in specs)
 
 
+def test_a_text_model_may_stand_by_itself(config: ModelConfig) -> None:
+    """As a file of its own; what only the file around it says is then not there."""
+    assert TEXT["model_type"] == "deepseek_v41_text"
+    alone = ModelConfig.from_dict(TEXT)
+    around = {
+        "bos_token_id": None,
+        "eos_token_ids": (),
+        "image_token_id": None,
+        "quantization": None,
+        "expert_dtype": None,
+    }
+    assert alone == dataclasses.replace(config, **around)
+    outer = {name: value for name, value in FLASH_41.items() if name != "text_config"}
+    assert ModelConfig.from_dict(outer | TEXT) == config
+
+
 REFUSED = [
+    (flash(model_type="deepseek_v4_text"), "model_type is 'deepseek_v41', but text_config.mod"),
+    (TEXT | {"model_type": "deepseek_text"}, "model_type is 'deepseek_text', supported: 'deepseek"),
     (FLASH_41 | {"text_config": [1]}, "text_config is [1], supported: an object"),
     (FLASH_41 | {"hidden_size": 7}, "hidden_size is 7, but text_config.hidden_size is 5120"),
     (flash(dim=7), "hidden_size is 5120, but dim is 7"),

@@ -110,6 +110,17 @@ def test_prompts_with_images_are_refused(checkpoint: Path, tmp_path: Path) -> No
         _generate(directory)
 
 
+def test_a_configuration_of_the_text_model_alone(checkpoint: Path, tmp_path: Path) -> None:
+    directory = _changed(checkpoint, tmp_path)
+    whole = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(whole["text_config"]))
+    with pytest.raises(CheckpointError, match="stored as fp8, but config has no quantization_con"):
+        load_model(directory, progress=False)
+    said = {"quantization_config": whole["quantization_config"]}
+    (directory / "config.json").write_text(json.dumps(whole["text_config"] | said))
+    assert _generate(directory) == _generate(checkpoint)
+
+
 def test_the_drafter_is_read(drafting: Path, checkpoint: Path) -> None:
     model = load_model(drafting, progress=False)
     assert model.dspark is not None

@@ -24,7 +24,7 @@ from anymla.model.config_dspark import (
     dspark_config,
 )
 from anymla.model.config_engram import EngramConfig, engram_config
-from anymla.model.config_family import FAMILIES, Family, flat_fields
+from anymla.model.config_family import FAMILIES, Family, family_of, flat_fields
 from anymla.model.config_fields import ConfigError, Fields, unsupported
 from anymla.model.config_schedule import (
     SELECTED_RATIO,
@@ -276,9 +276,10 @@ class ModelConfig:
 
 def _family(values: Mapping[str, Any]) -> Family:
     name = values.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    family = family_of(name) if isinstance(name, str) else None
+    if family is None:
         raise unsupported("model_type", name, " or ".join(map(repr, FAMILIES)))
-    return FAMILIES[name]
+    return family
 
 
 def _hash_layers(fields: Fields, layers: int, family: Family) -> int:

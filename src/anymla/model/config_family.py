@@ -87,6 +87,11 @@ _TEXT = "text_config"
 _TEXT_SUFFIX = "_text"
 
 
+def family_of(model_type: str) -> Family | None:
+    """The family of that name, which a file of the text model alone has with a suffix, or None."""
+    return FAMILIES.get(model_type.removesuffix(_TEXT_SUFFIX))
+
+
 def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text model under their usual names, in one object.
 
