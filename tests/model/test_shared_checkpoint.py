@@ -237,6 +237,11 @@ def test_sources_are_reported_where_layers_share(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_the_help_names_both_models() -> None:
+    for command in (generate, make_tiny):
+        assert "DeepSeek-V4 or V4.1" in CliRunner().invoke(command, ["--help"]).output
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     directory = str(tmp_path / "tiny")
     sizes = ["--hidden", "64", "--q-lora", "32", "--o-lora", "32", "--heads", "4"]
