@@ -55,7 +55,8 @@ class Quantization:
     Attributes:
         method: "fp8", or "modelopt" for checkpoints that NVIDIA's Model Optimizer wrote.
         block: rows and columns of a weight block that share a scale.
-        scale_fmt: "ue8m0" or "fp32": scales of activations, and of weights unless the file differs.
+        scale_fmt: "ue8m0" or "fp32". Scales of weights are as the files have them, those of
+            activations powers of two with either.
         activation_scheme: "dynamic": FP8 and FP4 linears quantise their input row by row.
     """
 
