@@ -152,6 +152,28 @@ def test_declared_draft_layers_that_are_absent(tiny: Path, tmp_path: Path) -> No
         tmp_path / "out.json", "--checkpoint", copy(tiny, tmp_path / "plain", **drop)
     )
     assert (report["ok"], report["mtp_layers"], report["mtp_layers_declared"]) == (True, 0, 1)
+    shown = inspect("--checkpoint", tmp_path / "plain").output
+    assert "ratios 0,4,128; MTP layers 0 of 1 declared, tensors absent; experts 8\n" in shown
+
+
+def test_no_drafter_at_all(tiny: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny / "model.safetensors")
+    drop = {name: None for name in tensors if name.startswith("mtp.")}
+    directory = copy(tiny, tmp_path / "plain", **drop)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    shown = inspect("--checkpoint", directory).output
+    assert "ratios 0,4,128; no drafter; experts 8\n" in shown
+
+
+def test_a_declared_drafter_that_is_absent(tiny_dspark: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny_dspark / "model.safetensors")
+    drop = {name: None for name in tensors if name.startswith("mtp.")}
+    directory = copy(tiny_dspark, tmp_path / "plain", **drop)
+    report = report_of(tmp_path / "out.json", "--checkpoint", directory)
+    assert (report["ok"], report["dspark"], report["dspark_declared"]) == (True, None, True)
+    shown = inspect("--checkpoint", directory).output
+    assert "; DSpark drafter declared, tensors absent; experts " in shown
 
 
 @pytest.fixture

@@ -133,6 +133,40 @@ def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mtp", "1"], "--mtp 1: --model v4.1 has no MTP layers, so 0 or --drafter dspark"),
+        (["--hash-layers", "2"], "--hash-layers 2: --model v4.1 has no such layers, so 0"),
+        (
+            ["--ratios", "0,4,128,4"],
+            "--ratios 0,4,128,4: with --model v4.1 layers of one ratio stand together, those of 0 "
+            "aside; layer 3 is apart from layer 1",
+        ),
+        (["--index-topk", "16378"], "--index-topk 16378: with --model v4.1 at most 16377"),
+        (["--index-topk", "100000"], "--index-topk 100000: with --model v4.1 at most 16377"),
+    ],
+)
+def test_bad_options_of_shared_layers(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = make_tiny(tmp_path / "x", "--model", "v4.1", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: {message}")
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_options_of_shared_layers_at_their_limits(tmp_path: Path) -> None:
+    options = ["--ratios=4,0,4,2", "--index-topk=16377", "--mtp=0", "--hash-layers=0"]
+    result = make_tiny(tmp_path / "x", "--model", "v4.1", *options)
+    assert result.exit_code == 0, result.output
+    result = make_tiny(tmp_path / "x", "--model", "v4.1", "--drafter=dspark", "--mtp=1")
+    assert result.exit_code == 0, result.output
+    # No layer selects.
+    options = ["--ratios=0,0", "--index-topk=100000"]
+    result = make_tiny(tmp_path / "x", "--model", "v4.1", *options)
+    assert result.exit_code == 0, result.output
+
+
 def test_directory_that_is_in_use(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     result = make_tiny(tmp_path)

@@ -56,6 +56,16 @@ def test_end_of_text_ids(eos: Any) -> None:
     assert config.eos_token_id == (None if eos is None else 1)
 
 
+def test_sources_that_every_layer_is_anyway() -> None:
+    ratios = FLASH["compress_ratios"][:43]
+    said = flash(
+        kv_source_layer_ids=[layer for layer, ratio in enumerate(ratios) if ratio],
+        index_source_layer_ids=[layer for layer, ratio in enumerate(ratios) if ratio == 4],
+        candidate_source_layer_id=-1,
+    )
+    assert ModelConfig.from_dict(said) == ModelConfig.from_dict(FLASH)
+
+
 YARN = FLASH["rope_scaling"]
 SPELLINGS = {
     "rope_scaling": flash(),
@@ -167,6 +177,18 @@ REFUSED = [
     (flash(topk_method="greedy"), r"topk_method is 'greedy', supported: 'noaux_tc'"),
     (flash(norm_topk_prob=False), r"norm_topk_prob is False, supported: True"),
     (flash(hidden_act="gelu"), r"hidden_act is 'gelu', supported: 'silu'"),
+    (flash(gate_temp=0.5), r"gate_temp is 0.5, supported: 1"),
+    (flash(n_group=8), r"n_group is 8, supported: 1"),
+    (flash(topk_group=4), r"topk_group is 4, supported: 1"),
+    (
+        flash(kv_source_layer_ids=[2, 8]),
+        r"kv_source_layer_ids is \[2, 8\], supported: every layer that compresses$",
+    ),
+    (
+        flash(index_source_layer_ids=[2]),
+        r"index_source_layer_ids is \[2\], supported: every layer of ratio 4$",
+    ),
+    (flash(candidate_source_layer_id=2), r"candidate_source_layer_id is 2, supported: -1"),
     (flash(attention_bias=True), r"attention_bias is True, supported: False"),
     (flash(attention_bias=0), r"attention_bias is 0, supported: False"),
     (flash(o_groups=5), r"o_groups is 5, supported: a divisor of num_attention_heads = 64"),

@@ -1,5 +1,6 @@
 """DeepSeek-V4.1's configuration: names, roles of layers, n-grams, and what is refused."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,10 +11,11 @@ from anymla.layers.engram import NgramHash
 from anymla.layers.spec import Candidates
 from anymla.model.build import ngram_hash
 from anymla.model.config import ConfigError, DSparkConfig, ModelConfig
+from anymla.model.config_family import FAMILIES
 from anymla.model.layer_specs import layer_specs
 from anymla.model.schema import count_values, expected_tensors
 from anymla.runtime.cache_groups import cache_groups
-from anymla.testing.published import FLASH_41
+from anymla.testing.published import FLASH, FLASH_41
 
 TEXT: dict[str, Any] = FLASH_41["text_config"]
 
@@ -36,6 +38,7 @@ def test_published_values(config: ModelConfig) -> None:
     assert config.quantization is not None
     assert config.quantization.block == (32, 32)
     assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
+    assert config.image_token_id == 129264
     assert config.compress_ratios == (0, 0, *[2] * 18, *[1] * 20, 0, 0, 0)
     assert config.num_nextn_predict_layers == 0
     assert config.dspark == DSparkConfig(
@@ -134,16 +137,59 @@ def test_names_of_the_inference_code_mean_the_same(config: ModelConfig) -> None:
     assert ModelConfig.from_dict(flat) == config
 
 
-def test_v4_reads_as_before() -> None:
-    from anymla.testing.published import FLASH
+@pytest.mark.parametrize("name", ["keeps_one", "has_hash_layers", "has_image_bias"])
+def test_a_fact_of_the_family_stands_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A V4 with one of V4.1's facts has the others as before."""
+    other = getattr(FAMILIES["deepseek_v41"], name)
+    monkeypatch.setitem(
+        FAMILIES, "deepseek_v4", dataclasses.replace(FAMILIES["deepseek_v4"], **{name: other})
+    )
+    hashes = 0 if name == "has_hash_layers" else 3
+    changes = {
+        "num_hidden_layers": 4,
+        "compress_ratios": [0, 1, 4, 128, 0],
+        "num_hash_layers": hashes,
+        "n_routed_experts": 6,
+    }
+    config = ModelConfig.from_dict(FLASH | changes)
+    kept = 1 if name == "keeps_one" else 0
+    assert config.backbone_ratios == (0, kept, 4, 128)
+    assert config.num_hash_layers == hashes
+    assert config.sources.kv == ((1, 2, 3) if kept else (2, 3))
+    found = expected_tensors(config)
+    assert ("layers.3.ffn.gate.bias_vl" in found) == (name == "has_image_bias")
+    assert ("layers.0.ffn.gate.tid2eid" in found) == (name != "has_hash_layers")
+    if name == "has_hash_layers":
+        with pytest.raises(ConfigError, match="num_hash_layers is 3, supported: 0"):
+            ModelConfig.from_dict(FLASH)
 
+
+def test_v4_reads_as_before() -> None:
     specs = layer_specs(ModelConfig.from_dict(FLASH))
     assert all(spec.kv_source is None and spec.index_source is None for spec in specs)
     assert all(spec.compresses == bool(spec.ratio) for spec in specs)
     assert not any(spec.shares_selection or spec.candidates for spec in specs)
 
 
+def test_a_text_model_may_stand_by_itself(config: ModelConfig) -> None:
+    """As a file of its own; what only the file around it says is then not there."""
+    assert TEXT["model_type"] == "deepseek_v41_text"
+    alone = ModelConfig.from_dict(TEXT)
+    around = {
+        "bos_token_id": None,
+        "eos_token_ids": (),
+        "image_token_id": None,
+        "quantization": None,
+        "expert_dtype": None,
+    }
+    assert alone == dataclasses.replace(config, **around)
+    outer = {name: value for name, value in FLASH_41.items() if name != "text_config"}
+    assert ModelConfig.from_dict(outer | TEXT) == config
+
+
 REFUSED = [
+    (flash(model_type="deepseek_v4_text"), "model_type is 'deepseek_v41', but text_config.mod"),
+    (TEXT | {"model_type": "deepseek_text"}, "model_type is 'deepseek_text', supported: 'deepseek"),
     (FLASH_41 | {"text_config": [1]}, "text_config is [1], supported: an object"),
     (FLASH_41 | {"hidden_size": 7}, "hidden_size is 7, but text_config.hidden_size is 5120"),
     (flash(dim=7), "hidden_size is 5120, but dim is 7"),
@@ -187,13 +233,28 @@ REFUSED = [
     ),
     (
         flash(engram_num_embeddings=[384006167, 384016682]),
-        "engram_num_embeddings is 384006167, supported: at least 384006168 rows for layer 1",
+        "engram_num_embeddings is 384006167, supported: 384006168 for layer 1, the sum of its "
+        "primes from engram_vocab_size = 16000000 on",
+    ),
+    (
+        flash(engram_num_embeddings=[384006168, 384016683]),
+        "engram_num_embeddings is 384016683, supported: 384016682 for layer 14, the sum of its pri",
+    ),
+    (
+        flash(engram_vocab_size=15999000),
+        "engram_num_embeddings is 384006168, supported: 3839",
     ),
     (flash(engram_layer_ids=[14, 1]), "engram_layer_ids is [14, 1], supported: ascending layers"),
     (flash(engram_layer_ids=[1, 40]), "engram_layer_ids is [1, 40], supported: ascending layers"),
     (flash(engram_pad_token_id=129280), "engram_pad_token_id is 129280, supported: below vocab_"),
+    (FLASH_41 | {"image_token_id": "<image>"}, "image_token_id is '<image>', supported: an integ"),
     (flash("engram_head_dim"), "engram_head_dim is missing"),
     (flash(num_hash_layers=3), "num_hash_layers is 3, supported: 0"),
+    (flash(mlp_layer_types=["hash_moe", *["moe"] * 39]), "mlp_layer_types is ['hash_moe', 'moe', "),
+    (flash(gate_temp=2.0), "gate_temp is 2.0, supported: 1"),
+    (FLASH_41 | {"gate_temp": True}, "gate_temp is True, supported: 1"),
+    (flash("scoring_func", score_func="softmax"), "scoring_func is 'softmax', supported: 'sqrtso"),
+    (flash(score_func="softmax"), "scoring_func is 'sqrtsoftplus', but score_func is 'softmax'"),
     (
         FLASH_41
         | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
@@ -207,6 +268,13 @@ def test_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^config: {re.escape(message)}") as caught:
         ModelConfig.from_dict(values)
     assert "\n" not in str(caught.value)
+
+
+def test_fields_that_say_what_is_so_anyway(config: ModelConfig) -> None:
+    said = flash(
+        gate_temp=1.0, n_group=1, topk_group=1, num_hash_layers=0, mlp_layer_types=["moe"] * 40
+    )
+    assert ModelConfig.from_dict(said) == config
 
 
 def test_multipliers_and_moduli(config: ModelConfig) -> None:

@@ -13,9 +13,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from shared_cases import shared
 
+from anymla.cli.checkpoint_report import checkpoint_report
 from anymla.cli.generate import command as generate
 from anymla.cli.inspect import command as inspect
 from anymla.cli.make_tiny import command as make_tiny
+from anymla.cli.score import command as score
+from anymla.layers.ranks import Ranks
 from anymla.model.checkpoint import Checkpoint, CheckpointError
 from anymla.model.config import ConfigError, ModelConfig
 from anymla.model.load import load_model
@@ -77,9 +80,44 @@ def test_images_are_left_alone_and_named(
         "image_start": torch.zeros(2),
     }
     directory = _changed(checkpoint, tmp_path, **more)
-    load_model(directory)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "not read" in line]
-    assert lines == [f"{directory}: 3 vision tensors (vision.*, aligner.*, image_*) are not read"]
+    line = f"{directory}: 3 vision tensors (vision.*, aligner.*, image_*) are not read\n"
+    load_model(directory, progress=False)
+    assert capsys.readouterr().err == line
+    load_model(directory, ranks=Ranks(1, 2), progress=False)
+    assert capsys.readouterr().err == ""
+    assert _generate(directory) == _generate(checkpoint)
+    asked = ["--checkpoint", str(directory), "--prompt", "The", "--max-new-tokens", "1"]
+    told = CliRunner().invoke(generate, asked)
+    assert (told.exit_code, told.stderr) == (0, line)
+
+
+def test_prompts_with_images_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """By the commands before anything is loaded, and by the engine."""
+    directory = _changed(checkpoint, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"image_token_id": PROMPT[5]}))
+    said = f"token id {PROMPT[5]} stands for an image (image_token_id), and images are not read\n"
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps({"token_ids": PROMPT}))
+    common = ["--checkpoint", str(directory), "--json", str(tmp_path / "out.json")]
+    for command, option, name in (
+        (generate, "--batch", f"{tokens} line 1: request '1'"),
+        (score, "--token-ids", "request 'score'"),
+    ):
+        told = CliRunner().invoke(command, [*common, option, str(tokens)])
+        assert (told.exit_code, told.stderr) == (2, f"Error: {name}: {said}")
+    with pytest.raises(ValueError, match="images are not read"):
+        _generate(directory)
+
+
+def test_a_configuration_of_the_text_model_alone(checkpoint: Path, tmp_path: Path) -> None:
+    directory = _changed(checkpoint, tmp_path)
+    whole = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(whole["text_config"]))
+    with pytest.raises(CheckpointError, match="stored as fp8, but config has no quantization_con"):
+        load_model(directory, progress=False)
+    said = {"quantization_config": whole["quantization_config"]}
+    (directory / "config.json").write_text(json.dumps(whole["text_config"] | said))
     assert _generate(directory) == _generate(checkpoint)
 
 
@@ -138,6 +176,13 @@ def test_a_tokenizer_of_another_size_is_refused(checkpoint: Path, tmp_path: Path
         load_model(tmp_path, progress=False)
 
 
+def test_a_table_with_rows_to_spare_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    # Primes from 499 on are others, whose sum is smaller.
+    _changed(checkpoint, tmp_path, text={"engram_vocab_size": 499})
+    with pytest.raises(ConfigError, match=r"engram_num_embeddings is \d+, supported: \d+ for laye"):
+        load_model(tmp_path, progress=False)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -177,6 +222,26 @@ def test_bytes_a_token_are_those_of_the_report() -> None:
     }  # fmt: skip
 
 
+def test_sources_are_reported_where_layers_share(tmp_path: Path) -> None:
+    options = shared(
+        (0, 2, 1), candidate_source=-1, engram_layers=(), hidden=64, experts=4, moe_size=64
+    )
+    write_tiny_checkpoint(tmp_path / "own", options)
+    assert checkpoint_report(tmp_path / "own", "nvfp4")["sources"] is None
+    options = shared(
+        (0, 2, 2), candidate_source=-1, engram_layers=(), hidden=64, experts=4, moe_size=64
+    )
+    write_tiny_checkpoint(tmp_path / "shared", options)
+    assert checkpoint_report(tmp_path / "shared", "nvfp4")["sources"] == {
+        "kv": (1,), "index": (1,), "candidates": None,
+    }  # fmt: skip
+
+
+def test_the_help_names_both_models() -> None:
+    for command in (generate, make_tiny):
+        assert "DeepSeek-V4 or V4.1" in CliRunner().invoke(command, ["--help"]).output
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     directory = str(tmp_path / "tiny")
     sizes = ["--hidden", "64", "--q-lora", "32", "--o-lora", "32", "--heads", "4"]
@@ -185,7 +250,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     shown = CliRunner().invoke(inspect, ["--checkpoint", directory, "--kv-cache", "nvfp4"])
     assert shown.exit_code == 0, shown.output
-    assert "layers 8, ratios 0,0,2,2,1,1,1,1" in shown.output
+    assert "layers 8, ratios 0,0,2,2,1,1,1,1; no drafter; experts 8\n" in shown.output
     assert "layers that write entries: 2, 4; that select: 2, 4, 6" in shown.output
     assert "layer 4 keeps 2048 blocks of 8 entries that later layers select within" in shown.output
     assert "layers 1, 4 read n-grams of up to 4 tokens" in shown.output
@@ -199,6 +264,3 @@ def test_the_command_line(tmp_path: Path) -> None:
     asked = [directory, "--speculate", "--kv-cache", "nvfp4", "--max-new-tokens", "9"]
     told = CliRunner().invoke(generate, ["--checkpoint", *asked, "--prompt", "The"])
     assert told.exit_code == 0, told.output
-    refused = CliRunner().invoke(make_tiny, [directory, "--model", "v4.1", "--mtp", "1"])
-    assert refused.exit_code != 0
-    assert "hash_layers and mtp must be 0 for DeepSeek-V4.1" in refused.output

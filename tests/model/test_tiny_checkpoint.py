@@ -14,7 +14,9 @@ from anymla.model.config import ConfigError, ModelConfig
 from anymla.model.verify import verify
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 from anymla.testing.tiny_noise import Noise
-from anymla.testing.tiny_options import default_ratios
+from anymla.testing.tiny_options import TinySharing, default_ratios
+
+SHARING = TinySharing.of((0, 2))
 
 
 def small(**changes: Any) -> TinyOptions:
@@ -199,6 +201,8 @@ def test_noise_is_normal_enough() -> None:
         ({"shards": 0}, r"shards must be at least 1, got 0"),
         ({"hidden": 100}, r"hidden must be a multiple of 32 for FP4 experts, got 100"),
         ({"moe_size": 48}, r"moe_size must be a multiple of 32 for FP4 experts, got 48"),
+        ({"sharing": SHARING, "mtp": 0, "hash_layers": 1}, r"hash_layers and mtp must be 0"),
+        ({"sharing": SHARING, "mtp": 1, "hash_layers": 0}, r"hash_layers and mtp must be 0"),
         (
             {"q_lora": 40, "nvfp4_attention": True},
             r"q_lora must be a multiple of 16 for NVFP4, got 40",

@@ -288,6 +288,17 @@ def test_requests_that_cannot_run_are_refused(request_, message):
     assert engine.run([Request("a", (1, 2), 1)])
 
 
+def test_images_are_refused():
+    model = FakeModel()
+    model.config.image_token_id = 7
+    engine = Engine(model, _options())
+    message = "request 'a': token id 7 stands for an image .image_token_id., and images are not r"
+    with pytest.raises(ValueError, match=message):
+        engine.submit(Request("a", (3, 7, 7)))
+    assert not engine.busy
+    assert engine.run([Request("a", (1, 2), 1)])
+
+
 def test_an_id_can_be_used_once_at_a_time():
     engine = Engine(FakeModel(), _options())
     engine.submit(Request("a", (1,), 2))

@@ -19,7 +19,7 @@ from anymla.bench.report import Result
 from anymla.bench.timing import median, spread
 from anymla.layers.step import Step
 from anymla.model.build import Builder, Ngrams
-from anymla.model.config import ModelConfig
+from anymla.model.config import EngramConfig, ModelConfig
 from anymla.model.transformer import Transformer
 from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.cache_store import CacheStore
@@ -94,14 +94,22 @@ def _shared_values(values: dict[str, Any], layers: int, ngrams: bool) -> dict[st
     candidates = kept["candidate_source_layer_id"]
     keeps = {"candidate_source_layer_id": candidates if candidates < layers else -1}
     reading = [layer for layer in kept["engram_layer_ids"] if layer < layers] if ngrams else []
-    columns = (kept["engram_max_ngram_size"] - 1) * kept["engram_n_heads"]
-    engram = {
+    engram = EngramConfig(
+        layer_ids=tuple(reading),
+        rows=(),
+        max_ngram=kept["engram_max_ngram_size"],
+        buckets=_BUCKETS,
+        heads=kept["engram_n_heads"],
+        head_dim=kept["engram_head_dim"],
+        pad_token=kept["engram_pad_token_id"],
+        tokens=kept["engram_compressed_vocab_size"],
+    )
+    tables = {
         "engram_layer_ids": reading,
-        # There are more primes up to twice the first than two layers' columns need.
-        "engram_num_embeddings": [2 * _BUCKETS * columns] * len(reading),
-        "engram_vocab_size": _BUCKETS,
+        "engram_num_embeddings": list(engram.filled_rows),
+        "engram_vocab_size": engram.buckets,
     }
-    return kept | sources | keeps | engram
+    return kept | sources | keeps | tables
 
 
 def decode_steps(

@@ -64,7 +64,7 @@ def experts(
     peers: tuple[str, ...],
     moe_library: Path | None,
 ) -> None:
-    """Time grouped MXFP4 experts of DeepSeek-V4's sizes.
+    """Time grouped MXFP4 experts of DeepSeek-V4's or V4.1's sizes.
 
     Weights are random and more than the device's cache holds; calls are replayed as a CUDA graph,
     each with other tokens. ``share_of_copy`` is the bytes of the visited experts over the time,

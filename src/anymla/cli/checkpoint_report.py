@@ -11,6 +11,7 @@ from typing import Any
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import present_config, readable, unread_lines
+from anymla.model.layer_specs import layer_specs
 from anymla.model.schema import expected_linears, weight_kind
 from anymla.model.verify import verify
 from anymla.runtime.cache_size import cache_sizes
@@ -64,6 +65,7 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
         "compress_ratios": list(config.backbone_ratios),
         "mtp_layers": config.num_nextn_predict_layers,
         "mtp_layers_declared": declared.num_nextn_predict_layers,
+        "dspark_declared": declared.dspark is not None,
         "dspark": None if config.dspark is None else dataclasses.asdict(config.dspark),
         "sources": _sources(config),
         "engram": None if config.engram is None else dataclasses.asdict(config.engram),
@@ -89,9 +91,10 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
 
 def _sources(config: ModelConfig) -> dict[str, Any] | None:
     """Which layers others share something of; None where every layer has its own."""
-    if not config.family.names_sources:
-        return None
-    return dataclasses.asdict(config.sources)
+    for spec in layer_specs(config):
+        if (spec.kv_source, spec.index_source, spec.candidates) != (None, None, None):
+            return dataclasses.asdict(config.sources)
+    return None
 
 
 def part_of(name: str) -> str:

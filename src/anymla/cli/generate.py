@@ -104,7 +104,7 @@ def command(
     dump_cache: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Continue a prompt, or a batch of them, with a DeepSeek-V4 checkpoint.
+    """Continue a prompt, or a batch of them, with a DeepSeek-V4 or V4.1 checkpoint.
 
     The text of one prompt is streamed to stdout; of a batch, each text appears when it is finished,
     after its id in brackets.

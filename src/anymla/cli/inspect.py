@@ -147,13 +147,11 @@ def command(
 def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
     ratios = ",".join(str(ratio) for ratio in report["compress_ratios"])
     dspark = report["dspark"]
-    drafter = f"MTP layers {report['mtp_layers']} of {report['mtp_layers_declared']} declared"
-    if dspark is not None:
-        drafter = f"DSpark drafter of {dspark['stages']} stages"
     lines = [
         f"{report['directory']}: {report['tensors']} tensors in {report['files']} files, "
         f"{_size(report['bytes'])}",
-        f"layers {report['layers']}, ratios {ratios}; {drafter}; experts {report['experts']}",
+        f"layers {report['layers']}, ratios {ratios}; {_drafter(report)}; "
+        f"experts {report['experts']}",
     ]
     if dspark is not None:
         layers = "layers " + ", ".join(map(str, dspark["target_layer_ids"]))
@@ -177,6 +175,18 @@ def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
             lines += ["", f"{title} ({len(report[title])})"]
             lines += [f"  {item}" for item in report[title]]
     return [*lines, "", *_cache_size_lines(report["cache"])]
+
+
+def _drafter(report: dict[str, Any]) -> str:
+    """What drafts, or which drafter the configuration has and the files have not."""
+    mtp, declared = report["mtp_layers"], report["mtp_layers_declared"]
+    if report["dspark"] is not None:
+        return f"DSpark drafter of {report['dspark']['stages']} stages"
+    if report["dspark_declared"]:
+        return "DSpark drafter declared, tensors absent"
+    if not declared:
+        return "no drafter"
+    return f"MTP layers {mtp} of {declared} declared{'' if mtp else ', tensors absent'}"
 
 
 def _sharing_lines(report: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import click
 
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.numbers import Finite
+from anymla.layers.spec import Candidates
 from anymla.model.checkpoint import Checkpoint
 from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
 from anymla.testing.tiny_options import (
@@ -49,6 +51,43 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
         return tuple(int(item) for item in value.split(","))
     except ValueError:
         raise click.BadParameter(f"must be integers with commas between, got {value!r}") from None
+
+
+def _shared_sizes(ratios: tuple[int, ...], sizes: dict[str, Any]) -> dict[str, Any]:
+    """What ``--model v4.1`` makes of the options: no layers of V4's, and who shares what.
+
+    Raises:
+        BadInput: an option asks for what such a model has not.
+    """
+    given = click.get_current_context().get_parameter_source
+    changes: dict[str, Any] = {}
+    for name, said in (
+        ("hash_layers", "no such layers, so 0"),
+        ("mtp", "no MTP layers, so 0 or --drafter dspark"),
+    ):
+        if given(name) is click.core.ParameterSource.DEFAULT:  # which is another model's
+            changes[name] = 0
+        elif sizes[name] and (name, sizes["drafter"]) != ("mtp", "dspark"):
+            option = name.replace("_", "-")
+            raise BadInput(f"--{option} {sizes[name]}: --model v4.1 has {said}")
+    compress = [layer for layer, ratio in enumerate(ratios) if ratio]
+    for before, layer in itertools.pairwise(compress):
+        first = ratios.index(ratios[layer])
+        if ratios[before] != ratios[layer] and first < layer:
+            raise BadInput(
+                f"--ratios {','.join(map(str, ratios))}: with --model v4.1 layers of one ratio "
+                f"stand together, those of 0 aside; layer {layer} is apart from layer {first}"
+            )
+    sharing = TinySharing.of(ratios)
+    most = Candidates(
+        sharing.candidate_source, sharing.candidate_blocks, sharing.candidate_block_size
+    ).least_entries
+    if compress and sizes["index_topk"] > most:
+        raise BadInput(
+            f"--index-topk {sizes['index_topk']}: with --model v4.1 at most {most}, which the "
+            "blocks that layers select within always hold"
+        )
+    return changes | {"sharing": sharing}
 
 
 @click.command()
@@ -152,11 +191,7 @@ def command(
         raise BadInput(f"--layers {layers} contradicts --ratios, which has {len(ratios)} entries")
     with bad_input():
         if shares:
-            given = click.get_current_context().get_parameter_source
-            for name in ("hash_layers", "mtp"):  # their defaults are another model's
-                if given(name) is click.core.ParameterSource.DEFAULT:
-                    sizes[name] = 0
-            sizes["sharing"] = TinySharing.of(ratios)
+            sizes |= _shared_sizes(ratios, sizes)
         write_tiny_checkpoint(directory, TinyOptions(ratios=ratios, **sizes), twin=twin)
     for target in (directory, twin):
         if target is not None:

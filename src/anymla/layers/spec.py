@@ -25,6 +25,11 @@ class Candidates:
     blocks: int
     block_size: int
 
+    @property
+    def least_entries(self) -> int:
+        """What they hold at the least: the newest block may have a single visible entry."""
+        return (self.blocks - 1) * self.block_size + 1
+
     def narrows(self, entries: int) -> bool:
         """Whether some block is dropped of so many visible entries."""
         return entries > self.blocks * self.block_size

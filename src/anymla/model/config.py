@@ -24,7 +24,7 @@ from anymla.model.config_dspark import (
     dspark_config,
 )
 from anymla.model.config_engram import EngramConfig, engram_config
-from anymla.model.config_family import FAMILIES, Family, flat_fields
+from anymla.model.config_family import FAMILIES, Family, family_of, flat_fields
 from anymla.model.config_fields import ConfigError, Fields, unsupported
 from anymla.model.config_schedule import (
     SELECTED_RATIO,
@@ -55,7 +55,8 @@ class Quantization:
     Attributes:
         method: "fp8", or "modelopt" for checkpoints that NVIDIA's Model Optimizer wrote.
         block: rows and columns of a weight block that share a scale.
-        scale_fmt: "ue8m0" or "fp32": scales of activations, and of weights unless the file differs.
+        scale_fmt: "ue8m0" or "fp32". Scales of weights are as the files have them, those of
+            activations powers of two with either.
         activation_scheme: "dynamic": FP8 and FP4 linears quantise their input row by row.
     """
 
@@ -78,6 +79,7 @@ class ModelConfig:
         engram: the memory of n-grams, or None.
         yarn: scaling of the rotary table of layers that compress, or None.
         eos_token_ids: every id that ends a text.
+        image_token_id: the id that stands for the pieces of an image in a prompt, or None.
         quantization: None for an unquantised checkpoint.
         expert_dtype: "fp4", "fp8", "bf16", or None where the file does not say.
     """
@@ -114,6 +116,7 @@ class ModelConfig:
     rms_norm_eps: float
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    image_token_id: int | None
     tie_word_embeddings: bool
     quantization: Quantization | None
     expert_dtype: str | None
@@ -212,7 +215,7 @@ class ModelConfig:
             fields,
             layers,
             mtp if dspark is None else dspark.stages,
-            keeps_one=family.names_sources,
+            keeps_one=family.keeps_one,
         )
         topk = fields.integer("index_topk", minimum=1)
         vocab = fields.integer("vocab_size", minimum=1)
@@ -220,7 +223,7 @@ class ModelConfig:
         if family.names_sources:
             sources = listed_sources(fields, backbone, topk)
         else:
-            sources = own_sources(backbone, SELECTED_RATIO)
+            sources = own_sources(fields, backbone, SELECTED_RATIO)
         tables = rope_tables(fields, rope_dim / head_dim, compresses=any(ratios))
         config = cls(
             vocab_size=vocab,
@@ -257,6 +260,9 @@ class ModelConfig:
             rms_norm_eps=fields.number("rms_norm_eps"),
             bos_token_id=fields.integer("bos_token_id") if fields.has("bos_token_id") else None,
             eos_token_ids=_eos(fields),
+            image_token_id=fields.integer("image_token_id")
+            if fields.has("image_token_id")
+            else None,
             tie_word_embeddings=bool(flat.get("tie_word_embeddings")),
             quantization=_quantization(fields, family.weight_block),
             expert_dtype=_expert_dtype(fields),
@@ -271,15 +277,18 @@ class ModelConfig:
 
 def _family(values: Mapping[str, Any]) -> Family:
     name = values.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    family = family_of(name) if isinstance(name, str) else None
+    if family is None:
         raise unsupported("model_type", name, " or ".join(map(repr, FAMILIES)))
-    return FAMILIES[name]
+    return family
 
 
 def _hash_layers(fields: Fields, layers: int, family: Family) -> int:
     """Layers that route by token id; a family that has none need not say so."""
-    if family.names_sources:
+    if not family.has_hash_layers:
         fields.only("num_hash_layers", 0)
+        if fields.has("mlp_layer_types") and hash_layers(fields, layers):
+            raise unsupported("mlp_layer_types", fields.values["mlp_layer_types"], "'moe' alone")
         return 0
     return hash_layers(fields, layers)
 
@@ -305,6 +314,9 @@ def _require_family(fields: Fields) -> None:
     fields.only("scoring_func", "sqrtsoftplus")
     fields.only("topk_method", "noaux_tc")
     fields.only("norm_topk_prob", True)
+    fields.only("gate_temp", 1)
+    fields.only("n_group", 1)
+    fields.only("topk_group", 1)
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
     fields.only("tie_word_embeddings", True, False)

@@ -44,6 +44,11 @@ class EngramConfig:
         """Rows that a token reads of a table."""
         return (self.max_ngram - 1) * self.heads
 
+    @property
+    def filled_rows(self) -> tuple[int, ...]:
+        """Rows of each table that hashes can reach, which must be all: the sums of the primes."""
+        return tuple(sum(primes) for primes in self.primes().values())
+
     def multipliers(self, layer: int) -> tuple[int, ...]:
         """Odd factors of the tokens at distance 0, 1, .. in a layer's hashes."""
         bound = max(1, (_INT64 // self.tokens) // 2)
@@ -101,11 +106,15 @@ def engram_config(fields: Fields, layers: int, vocab: int) -> EngramConfig | Non
     )
     if config.pad_token >= vocab:
         raise unsupported("engram_pad_token_id", config.pad_token, f"below vocab_size = {vocab}")
-    needed = {layer: sum(primes) for layer, primes in config.primes().items()}
-    for layer, held in zip(ids, rows, strict=True):
-        if held < needed[layer]:
+    # Every row of a table is one that some n-gram is hashed to: with rows to spare, the primes are
+    # not those that it was trained with.
+    for layer, held, filled in zip(ids, rows, config.filled_rows, strict=True):
+        if held != filled:
             raise unsupported(
-                "engram_num_embeddings", held, f"at least {needed[layer]} rows for layer {layer}"
+                "engram_num_embeddings",
+                held,
+                f"{filled} for layer {layer}, the sum of its primes from engram_vocab_size = "
+                f"{config.buckets} on",
             )
     return config
 

@@ -22,7 +22,10 @@ class Family:
         delayed: a hyper-connection collapses the streams with the gates of the site before it.
         weight_block: rows and columns of an FP8 weight that share a scale, and channels of an
             activation.
+        keeps_one: a ratio of 1 is one, an entry for every token, and not what engines write for 0.
         names_sources: the file lists which layers compress and which select.
+        has_hash_layers: the first layers route by token id, as many as the file says.
+        has_image_bias: a router may hold a second bias, for the tokens of an image.
         has_mtp: ``num_nextn_predict_layers`` counts MTP layers; otherwise a drafter's stages.
         taps_at_entry: a drafter's context is taken where its target layers begin, and not behind
             them.
@@ -37,7 +40,10 @@ class Family:
     hadamard: bool = True
     delayed: bool = False
     weight_block: int = 128
+    keeps_one: bool = False
     names_sources: bool = False
+    has_hash_layers: bool = True
+    has_image_bias: bool = False
     has_mtp: bool = True
     taps_at_entry: bool = False
     markov_tables: tuple[str, str] = ("markov_w1", "markov_w2")
@@ -54,7 +60,10 @@ FAMILIES = {
         hadamard=False,
         delayed=True,
         weight_block=32,
+        keeps_one=True,
         names_sources=True,
+        has_hash_layers=False,
+        has_image_bias=True,
         has_mtp=False,
         taps_at_entry=True,
         markov_tables=("embed", "head"),
@@ -67,6 +76,7 @@ _INFERENCE_NAMES = {
     "dim": "hidden_size",
     "norm_eps": "rms_norm_eps",
     "rope_head_dim": "qk_rope_head_dim",
+    "score_func": "scoring_func",
     "kv_source_layers": "kv_source_layer_ids",
     "index_source_layers": "index_source_layer_ids",
     "candidate_source_layer": "candidate_source_layer_id",
@@ -75,6 +85,11 @@ _INFERENCE_NAMES = {
 # A text model inside a file of several is named after the whole.
 _TEXT = "text_config"
 _TEXT_SUFFIX = "_text"
+
+
+def family_of(model_type: str) -> Family | None:
+    """The family of that name, which a file of the text model alone has with a suffix, or None."""
+    return FAMILIES.get(model_type.removesuffix(_TEXT_SUFFIX))
 
 
 def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from anymla.layers.spec import Candidates
 from anymla.model.config_fields import ConfigError, Fields, unsupported
 
+_KV, _INDEX = "kv_source_layer_ids", "index_source_layer_ids"
+_CANDIDATE = "candidate_source_layer_id"
+
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
@@ -24,18 +27,28 @@ class Sources:
     candidates: Candidates | None = None
 
 
-def own_sources(ratios: Sequence[int], selected_ratio: int) -> Sources:
+def own_sources(fields: Fields, ratios: Sequence[int], selected_ratio: int) -> Sources:
     """Every layer is its own source; those of ``selected_ratio`` select.
 
     Args:
+        fields: the configuration, which need not say so.
         ratios: of the backbone's layers; 0 for none.
         selected_ratio: tokens of the entries among which an indexer selects.
+
+    Raises:
+        ConfigError: it says otherwise.
     """
     layers = range(len(ratios))
-    return Sources(
-        tuple(layer for layer in layers if ratios[layer]),
-        tuple(layer for layer in layers if ratios[layer] == selected_ratio),
-    )
+    kv = tuple(layer for layer in layers if ratios[layer])
+    index = tuple(layer for layer in layers if ratios[layer] == selected_ratio)
+    for name, own, which in (
+        (_KV, kv, "that compresses"),
+        (_INDEX, index, f"of ratio {selected_ratio}"),
+    ):
+        if fields.has(name) and fields.integers(name) != own:
+            raise unsupported(name, fields.values[name], f"every layer {which}")
+    fields.only(_CANDIDATE, -1)
+    return Sources(kv, index)
 
 
 def listed_sources(fields: Fields, ratios: Sequence[int], topk: int) -> Sources:
@@ -50,13 +63,11 @@ def listed_sources(fields: Fields, ratios: Sequence[int], topk: int) -> Sources:
         ConfigError: a list is missing or not ascending, names a layer that keeps no entries, or
             leaves one without a source of its own ratio; candidates that later layers cannot use.
     """
-    kv = _layers(fields, "kv_source_layer_ids", ratios)
-    index = _layers(fields, "index_source_layer_ids", ratios)
+    kv = _layers(fields, _KV, ratios)
+    index = _layers(fields, _INDEX, ratios)
     unselected = [layer for layer in kv if layer not in index]
     if unselected:
-        raise unsupported(
-            "index_source_layer_ids", list(index), f"all of kv_source_layer_ids = {list(kv)}"
-        )
+        raise unsupported(_INDEX, list(index), f"all of {_KV} = {list(kv)}")
     for layer, ratio in enumerate(ratios):
         source = last_source(kv, layer)
         if not ratio:
@@ -87,13 +98,13 @@ def _layers(fields: Fields, name: str, ratios: Sequence[int]) -> tuple[int, ...]
 def _candidates(
     fields: Fields, kv: Sequence[int], index: Sequence[int], topk: int
 ) -> Candidates | None:
-    name = "candidate_source_layer_id"
+    name = _CANDIDATE
     value = fields.values.get(name)
     if value is None or value == -1:
         return None
     source = fields.integer(name)
     if source not in kv:
-        raise unsupported(name, source, f"one of kv_source_layer_ids = {list(kv)}, or -1")
+        raise unsupported(name, source, f"one of {_KV} = {list(kv)}, or -1")
     behind = [layer for layer in index if layer > source and last_source(kv, layer) != source]
     if behind:
         raise unsupported(
@@ -104,12 +115,11 @@ def _candidates(
         fields.integer("candidate_topk_blocks", minimum=1),
         fields.integer("candidate_block_size", minimum=1),
     )
-    # The newest block may hold a single visible entry.
-    least = (found.blocks - 1) * found.block_size + 1
-    if least < topk:
+    if found.least_entries < topk:
         raise unsupported(
             "candidate_topk_blocks",
             found.blocks,
-            f"blocks that always hold index_topk = {topk} entries; these may hold {least}",
+            f"blocks that always hold index_topk = {topk} entries; these may hold "
+            f"{found.least_entries}",
         )
     return found

@@ -36,7 +36,8 @@ def load_model(
     """Load a DeepSeek-V4 or V4.1 checkpoint.
 
     Everything is verified before anything is built, so that a model is never half loaded. On the
-    CPU, weights that are used as stored stay views of the mapped files.
+    CPU, weights that are used as stored stay views of the mapped files. Tensors that are no part of
+    the text model are named in a line on stderr.
 
     Args:
         directory: with ``config.json`` and safetensors in DeepSeek's layout.
@@ -59,7 +60,7 @@ def load_model(
         raise ValueError(f"load_model: dtype must be bfloat16 or float32, got {dtype}")
     config = ModelConfig.from_dir(directory, drafts=drafts != "off")
     checkpoint = Checkpoint.open(directory)
-    if progress:
+    if not ranks.rank and sys.stderr is not None:
         for line in unread_lines(checkpoint, config):
             tqdm.write(line, file=sys.stderr)
     checkpoint, config = choose_drafts(checkpoint, config, drafts)

@@ -301,7 +301,7 @@ def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Ex
     else:
         bias = Expected((experts,), FLOAT_DTYPES)
         yield "ffn.gate.bias", bias
-        if any(what == "vision" for _, what in config.family.unread):
+        if config.family.has_image_bias:
             # Takes its place for the tokens of an image.
             yield "ffn.gate.bias_vl", dataclasses.replace(bias, optional=True)
     if config.engram is not None and spec.index in config.engram.layer_ids:

@@ -207,6 +207,11 @@ def check_request(request: Request, config: ModelConfig) -> None:
             raise ValueError(
                 f"{name}: unknown token id {token}, the vocabulary has {config.vocab_size}"
             )
+        if token == config.image_token_id:
+            raise ValueError(
+                f"{name}: token id {token} stands for an image (image_token_id), and images are "
+                "not read"
+            )
     if new < 0 or (new == 0 and not request.prompt_logprobs):
         raise ValueError(f"{name}: max_new_tokens must be at least 1, got {new}")
     if length > limit:

@@ -346,7 +346,7 @@ def _shared_config(
         )
         config |= {
             "engram_layer_ids": list(engram.layer_ids),
-            "engram_num_embeddings": [sum(primes) for primes in engram.primes().values()],
+            "engram_num_embeddings": list(engram.filled_rows),
             "engram_max_ngram_size": engram.max_ngram,
             "engram_vocab_size": engram.buckets,
             "engram_n_heads": engram.heads,
