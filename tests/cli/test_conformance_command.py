@@ -98,7 +98,7 @@ def here(attribute: str) -> str:
 def test_every_case_is_listed_with_its_story() -> None:
     lines = conformance("--list").output.splitlines()
     assert [line.split()[0] for line in lines] == list(load_cases())
-    assert len(lines) == 68  # the list: L 9, Q 10, R 5, C 11, I 17, A 10, M 6
+    assert len(lines) == 69  # the list: L 9, Q 10, R 5, C 12, I 17, A 10, M 6
     assert lines[0].startswith("L1   index pages hold all values, then all scales")
 
 

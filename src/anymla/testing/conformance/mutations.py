@@ -15,7 +15,7 @@ CASES_BEGIN, CASES_END = "<!-- cases: begin -->", "<!-- cases: end -->"
 BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
 
 # Whole models and very large inputs, which take long: only faults that are meant for them.
-_ONLY_IF_MEANT = ("C5", "C6", "C7", "C11", "L4", "A8")
+_ONLY_IF_MEANT = ("C5", "C6", "C7", "C11", "C12", "L4", "A8")
 
 
 Caught = list[tuple[Fault, list[str]]]

@@ -1,4 +1,4 @@
-"""Deliberate faults of what is no operation: formats, configurations, layers and steps.
+"""Deliberate faults of what is no operation: formats, configurations, layers, steps and drafts.
 
 What each replaces is its first argument.
 """
@@ -16,11 +16,14 @@ from torch import Tensor
 from anymla.formats.page_layout import ROWS_BF16_512
 from anymla.formats.pages import PageLayout
 from anymla.layers.compressor import LatentCompressor
+from anymla.layers.dspark import BlockGuess, MarkovHead, Taps
 from anymla.layers.engram import Engram, NgramHash, decoded
 from anymla.layers.indexer import Indexer
+from anymla.layers.rows import Rows
+from anymla.layers.spec import CONTEXT_ROWS
 from anymla.layers.step import Step
 from anymla.model.config_engram import EngramConfig
-from anymla.runtime import fixed_step, step_plan
+from anymla.runtime import dspark_drafts, dspark_step, fixed_step, step_plan
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch
@@ -136,3 +139,68 @@ def a_gap_hides_nothing(
 def no_least_size_of_what_agrees(good: _Good, self: Engram, h: Tensor, step: Step) -> Tensor:
     rows = decoded(step.ngrams[self.layer], h.dtype)
     return gated(h, self.wkv(rows), self.weight, self.eps, 0.0)
+
+
+@fault_in("Taps.entering", Taps, cases=("C12",))
+def taps_behind_their_layers_as_in_v4(good: _Good, self: Taps, layer: int) -> Any:
+    return good(self, layer - 1)
+
+
+@fault_in("block_step", dspark_step, cases=("C12",))
+def rows_of_a_block_see_those_before_them(good: _Good, *args: Any, size: int, **rest: Any) -> Step:
+    step: Step = good(*args, size=size, **rest)
+    before = torch.arange(len(step.positions), dtype=torch.int32) % size + 1
+    window = dataclasses.replace(step.window, lengths=before.to(step.window.lengths.device))
+    return dataclasses.replace(step, window=window)
+
+
+@fault_in("block_step", dspark_step, cases=("C12",))
+def the_window_hangs_on_the_row(
+    good: _Good, *args: Any, size: int, window: int, **rest: Any
+) -> Step:
+    step: Step = good(*args, size=size, window=window, **rest)
+    seen = step.dense[CONTEXT_ROWS]
+    indices, lengths = seen.indices.clone(), seen.lengths.clone()
+    for row, length in enumerate(lengths.tolist()):
+        gone = max(0, length + row % size + 1 - window)
+        indices[row, : length - gone] = indices[row, gone:length].clone()
+        lengths[row] -= gone
+    return dataclasses.replace(step, dense={CONTEXT_ROWS: Rows(indices, lengths)})
+
+
+@fault_in("block_step", dspark_step, cases=("C12",))
+def a_block_stands_at_the_last_position(good: _Good, *args: Any, **rest: Any) -> Step:
+    step: Step = good(*args, **rest)
+    return dataclasses.replace(step, positions=step.positions - 1)
+
+
+@fault_in("MarkovHead.forward", MarkovHead, cases=("C12",))
+def every_guess_follows_the_anchor(
+    good: _Good, self: MarkovHead, h: Tensor, base: Tensor, anchors: Tensor, choose: Any
+) -> BlockGuess:
+    tokens = []
+
+    def forgetting(logits: Tensor, i: int) -> Tensor:
+        tokens.append(choose(logits, i))
+        return anchors
+
+    guess: BlockGuess = good(self, h, base, anchors, forgetting)
+    return dataclasses.replace(guess, tokens=torch.stack(tokens, 1))
+
+
+@fault_in("MarkovHead.forward", MarkovHead, cases=("C12",))
+def confidence_from_the_normed_state(
+    good: _Good, self: MarkovHead, h: Tensor, *rest: Any
+) -> BlockGuess:
+    normed = h * h.square().mean(-1, keepdim=True).rsqrt()
+    guess: BlockGuess = good(self, normed, *rest)
+    return guess
+
+
+@fault_in("final_tokens", dspark_drafts, cases=("C12",))
+def the_newest_final_position_alone_is_kept(good: _Good, *args: Any) -> Span | None:
+    span: Span | None = good(*args)
+    if span is None:
+        return None
+    skipped = len(span.token_ids) - 1
+    return dataclasses.replace(span, start=span.start + skipped, token_ids=span.token_ids[skipped:])
