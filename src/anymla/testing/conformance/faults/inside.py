@@ -98,9 +98,9 @@ def keys_made_of_rotated_entries(
     *rest: Any,
 ) -> None:
     first = step.positions + (1 - compressor.ape.shape[0])
-    turns = compressor.rope.table_for(step.max_seq_len)
-    turned = GOOD.rope(latent.unsqueeze(1), first, turns).squeeze(1)
-    good(self, turned, compressor, step, *rest)
+    cos_sin = compressor.rope.table_for(step.max_seq_len)
+    rotated = GOOD.rope(latent.unsqueeze(1), first, cos_sin).squeeze(1)
+    good(self, rotated, compressor, step, *rest)
 
 
 @fault_in("NgramReader.found", NgramReader, cases=("C11",))
