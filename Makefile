@@ -13,6 +13,9 @@ VLLM_READY := $(VLLM_VENV)/.ready
 INTEL_PYTHON ?= python3.11
 INTEL_VENV ?= .venv-intel
 INTEL_READY := $(INTEL_VENV)/.ready
+# nemo-automodel alone, beside what VENV has: what it asks for is for training, and not imported.
+NEMO ?= .nemo
+NEMO_READY := $(NEMO)/.ready
 
 # $(call venv,DIR), $(call pip,DIR,ARGUMENTS). pip's own --quiet hides why versions conflict: what it
 # says is kept, and shown when it fails.
@@ -21,13 +24,14 @@ venv = $(PYTHON) -m venv $(1) || { rm -rf $(1); \
 pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2) > $(1)/pip.log 2>&1 || \
   { tail -n 40 $(1)/pip.log >&2; exit 1; }
 
-.PHONY: help demo test test-lowest test-vllm test-intel resolve lint types imports check bench build-matrix build-subset docs report tables clean
+.PHONY: help demo test test-lowest test-vllm test-intel test-nemo resolve lint types imports check bench build-matrix build-subset docs report tables clean
 
 help:
 	@echo "make demo    a tiny trained DeepSeek-V4 speaks, finds a passkey in 32,768 tokens, and is checked"
 	@echo "make test    run the CPU test suite"
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
 	@echo "make test-intel  compile kernels for Intel's GPUs, and run them on this CPU (docs/intel.md)"
+	@echo "make test-nemo   compare V4.1 with nemo-automodel's, an independent implementation (minutes)"
 	@echo "make test-lowest run the conformance suite on the least versions that are allowed"
 	@echo "make resolve ask the public index whether everything can be installed, without installing it"
 	@echo "make check   lint, types and import contracts"
@@ -95,6 +99,15 @@ test-intel: $(INTEL_READY)
 	@TRITON_INTERPRET=0 $(INTEL_VENV)/bin/python -c 'import sys; from anymla.testing.opencl import missing; sys.exit(missing() or None)'
 	TRITON_INTERPRET=0 ANYMLA_OPENCL_CACHE=$(INTEL_VENV)/opencl $(INTEL_VENV)/bin/python -m pytest tests/intel
 
+$(NEMO_READY): $(READY)
+	@echo "installing into $(NEMO)"
+	@rm -rf $(NEMO)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $(NEMO) nemo-automodel==0.7.0
+	@touch $(NEMO_READY)
+
+test-nemo: $(NEMO_READY)
+	PYTHONPATH=$(NEMO)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python -m pytest tests/model/test_nemo.py tests/model/test_nemo_drafter.py
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -129,4 +142,4 @@ docs: $(READY)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 clean:
-	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(INTEL_VENV) demo-output
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(INTEL_VENV) $(NEMO) demo-output

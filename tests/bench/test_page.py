@@ -535,6 +535,11 @@ def test_sources_say_each_thing_once() -> None:
     assert source(PEERS) == (
         "NVIDIA H200; 2026-11-21; torch 2.11.0, triton 3.6.0; commit abc; `anymla bench gpu`"
     )
+    more = {"cuda": "13.0", "commit": "def", "command": "anymla bench attention"}
+    assert source([*PEERS, PEERS[0] | more]) == (
+        "NVIDIA H200; 2026-11-21; torch 2.11.0, cuda 13.0, triton 3.6.0; commit abc, def; "
+        "`anymla bench gpu`, `anymla bench attention`"
+    )
 
 
 def test_numbers_of_ticks() -> None:

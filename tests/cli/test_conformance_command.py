@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from anymla.cli.main import main
 from anymla.engines.vllm.answers import EngineFailed, Reply
 from anymla.model.tokenizer import Tokenizer
+from anymla.ops.device import triton_version
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 from anymla.testing.conformance.faults.fault import Fault
 from anymla.testing.conformance.isolated import Request, run_isolated
@@ -98,7 +99,7 @@ def here(attribute: str) -> str:
 def test_every_case_is_listed_with_its_story() -> None:
     lines = conformance("--list").output.splitlines()
     assert [line.split()[0] for line in lines] == list(load_cases())
-    assert len(lines) == 68  # the list: L 9, Q 10, R 5, C 11, I 17, A 10, M 6
+    assert len(lines) == 69  # the list: L 9, Q 10, R 5, C 12, I 17, A 10, M 6
     assert lines[0].startswith("L1   index pages hold all values, then all scales")
 
 
@@ -122,6 +123,14 @@ def test_cases_pass_and_are_written_for_machines(tmp_path) -> None:
         ("M4", "not applicable"),
     ]
     assert written[0]["torch"] == torch.__version__
+
+
+def test_rows_say_that_kernels_were_interpreted(tmp_path) -> None:
+    rows = tmp_path / "out.jsonl"
+    result = conformance("--backend", "triton", "--case", "C2", "--json", rows, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    (row,) = map(json.loads, rows.read_text().splitlines())
+    assert row["version"] == f"in the interpreter of Triton {triton_version()}"
 
 
 def test_a_library_that_drops_the_sink_is_shown() -> None:

@@ -254,6 +254,7 @@ def _recorded(
     """Append a row for each outcome as it comes."""
     from anymla.bench.environment import environment
     from anymla.bench.report import append_lines
+    from anymla.ops.device import triton_version
 
     facts: dict[str, Any] = environment(
         f"anymla conformance {words}{' --compiled' * compiled}".rstrip()
@@ -265,6 +266,8 @@ def _recorded(
     version = subject.adapter.version if subject.adapter is not None else ""
     if compiled:
         version = f"by Triton {metadata.version('triton-xpu')} for Intel's GPUs, run on a CPU"
+    elif subject.backend == "triton" and subject.device.type == "cpu":
+        version = f"in the interpreter of Triton {triton_version()}"
     for outcome in outcomes:
         row = {"part": "conformance", **dataclasses.asdict(outcome), "version": version}
         if compiled:  # beside what the interpreter says, not in its place

@@ -169,7 +169,7 @@ def _xpu(properties: Any) -> Target:
     return dataclasses.replace(TARGETS.get(name, XPU), sm_count=sm_count)
 
 
-# The least Triton that the kernels run on: with 3.5, 41 of 46 conformance cases fail.
+# The least Triton that the kernels run on: with 3.5 most conformance cases fail.
 LEAST_TRITON = (3, 6)
 
 

@@ -61,20 +61,25 @@ def device_of(row: Row) -> str:
 
 
 def source(rows: Sequence[Row]) -> str:
-    """Device, date, versions, commit and command of some rows, each said once."""
+    """Device, date, versions, commit and command of some rows, each value said once."""
+    commits = _listed(str(row["commit"]) for row in rows if row.get("commit"))
     parts = [
         _listed(device_of(row) for row in rows),
         _listed(str(row["date"])[:10] for row in rows if row.get("date")),
-        _listed(_versions(row) for row in rows),
-        _listed(f"commit {row['commit']}" for row in rows if row.get("commit")),
+        _listed(_versions(rows)),
+        commits and f"commit {commits}",
         _listed(f"`{row['command']}`" for row in rows if row.get("command")),
     ]
     return "; ".join(part for part in parts if part)
 
 
-def _versions(row: Row) -> str:
+def _versions(rows: Sequence[Row]) -> list[str]:
+    """What each row ran with, unless another row says that and more."""
     names = ("torch", "cuda", "triton")
-    return ", ".join(f"{name} {row[name]}" for name in names if row.get(name))
+    said = dict.fromkeys(
+        tuple(f"{name} {row[name]}" for name in names if row.get(name)) for row in rows
+    )
+    return [", ".join(each) for each in said if not any(set(each) < set(more) for more in said)]
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ CASES_BEGIN, CASES_END = "<!-- cases: begin -->", "<!-- cases: end -->"
 BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
 
 # Whole models and very large inputs, which take long: only faults that are meant for them.
-_ONLY_IF_MEANT = ("C5", "C6", "C7", "C11", "L4", "A8")
+_ONLY_IF_MEANT = ("C5", "C6", "C7", "C11", "C12", "L4", "A8")
 
 
 Caught = list[tuple[Fault, list[str]]]
@@ -23,10 +23,15 @@ Caught = list[tuple[Fault, list[str]]]
 
 def caught_by(fault: Fault, cases: Iterable[Case] | None = None) -> list[str]:
     """Ids of the cases that fail with a fault in place, of those that may notice it."""
-    subject = Subject(adapter=Adapter(fault.name, {fault.operation: fault.run}))
-    return [
-        case.case_id for case in _noticing(fault, cases) if run_case(case, subject).status == FAILED
-    ]
+    subject = Subject("torch")
+    if not fault.owners:
+        subject = Subject(adapter=Adapter(fault.name, {fault.operation: fault.run}))
+    with fault.in_place():
+        return [
+            case.case_id
+            for case in _noticing(fault, cases)
+            if run_case(case, subject).status == FAILED
+        ]
 
 
 def caught(cases: Iterable[Case] | None = None) -> Caught:
@@ -39,6 +44,10 @@ def caught(cases: Iterable[Case] | None = None) -> Caught:
 
 def _noticing(fault: Fault, cases: Iterable[Case] | None) -> Iterator[Case]:
     for case in load_cases().values() if cases is None else cases:
+        if fault.owners:
+            if case.case_id in fault.cases:
+                yield case
+            continue
         if case.gpu or fault.operation not in (*case.operations, *case.also):
             continue
         if case.case_id not in _ONLY_IF_MEANT or case.case_id in fault.cases:

@@ -21,6 +21,7 @@ _MODULES = (
     "streams",
     "network",
     "shared",
+    "drafter",
     "gpu",
 )
 

@@ -1,4 +1,4 @@
-"""Deliberate faults in the operations: what the cases are there to notice."""
+"""Deliberate faults in the operations, and around them: what the cases are there to notice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import importlib
 
 from anymla.testing.conformance.faults.fault import FAULTS, Fault
 
-_MODULES = ("attention", "cache", "records", "rope", "compressor", "indexer", "streams", "shared")
+_MODULES = (
+    "attention",
+    "cache",
+    "records",
+    "rope",
+    "compressor",
+    "indexer",
+    "streams",
+    "shared",
+    "inside",
+)
 
 
 def load_faults() -> list[Fault]:

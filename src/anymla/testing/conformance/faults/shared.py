@@ -45,7 +45,14 @@ def epsilon_of_v4_in_the_entry(*args: Any, **rest: Any) -> Tensor:
     return GOOD.compress_norm(*args[:6], 1e-6, **rest)
 
 
-@fault("select_candidate_blocks", "I15")
+@fault("compress_norm", "C10", "C11")
+def overlap_as_in_v4(state_cache: Tensor, *args: Any, **rest: Any) -> Tensor:
+    # Both halves of a row alike: an entry pools the tokens of the one before it as well.
+    doubled = torch.cat([half.repeat(1, 1, 2) for half in state_cache.chunk(2, 2)], 2)
+    return GOOD.compress_norm(doubled, *args, **(rest | {"overlap": True}))
+
+
+@fault("select_candidate_blocks", "I15", "C11")
 def the_newest_block_is_like_any_other(
     logits: Tensor, lengths: Tensor, count: int, *, block_size: int
 ) -> Tensor:
@@ -83,6 +90,15 @@ def a_block_is_kept_where_nothing_is_visible(
 ) -> Tensor:
     blocks = GOOD.select_candidate_blocks(logits, lengths, count, block_size=block_size)
     blocks[lengths < 1, 0] = (logits.shape[1] - 1) // block_size
+    return blocks
+
+
+@fault("select_candidate_blocks", "C11")
+def the_source_selects_within_its_own_blocks(
+    logits: Tensor, lengths: Tensor, count: int, *, block_size: int
+) -> Tensor:
+    blocks = GOOD.select_candidate_blocks(logits, lengths, count, block_size=block_size)
+    GOOD.mask_candidates(logits, blocks, block_size=block_size)
     return blocks
 
 
@@ -128,7 +144,8 @@ def the_value_stands_before_the_keys(
     return GOOD.engram_gate(h, projected.roll(-h.shape[2], 1), *args, **rest)
 
 
-def _gated(h: Tensor, projected: Tensor, weight: Tensor, eps: float, least: float) -> Tensor:
+def gated(h: Tensor, projected: Tensor, weight: Tensor, eps: float, least: float) -> Tensor:
+    """``engram_gate`` with another least size of a dot."""
     parts = projected.unflatten(1, (h.shape[1] + 1, -1))
     keys, value = parts[:, :-1], parts[:, -1:]
     dot = (h * weight * keys).sum(2, keepdim=True) / h.shape[2] ** 0.5
@@ -140,14 +157,14 @@ def _gated(h: Tensor, projected: Tensor, weight: Tensor, eps: float, least: floa
 
 @fault("engram_gate", "M6")
 def no_least_size_of_a_dot(h: Tensor, projected: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    return _gated(h, projected, weight, eps, 0.0)
+    return gated(h, projected, weight, eps, 0.0)
 
 
 @fault("engram_gate", "M6", "C11")
 def what_disagrees_counts_as_what_agrees(
     h: Tensor, projected: Tensor, weight: Tensor, *, eps: float
 ) -> Tensor:
-    agrees = _gated(h, projected, weight, eps, 1e-6) - h
+    agrees = gated(h, projected, weight, eps, 1e-6) - h
     value = projected[:, -h.shape[2] :].unsqueeze(1)
     share = agrees / value
     return h + torch.where(share < 0.5, 1 - share, share) * value

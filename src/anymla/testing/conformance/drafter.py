@@ -1,0 +1,146 @@
+"""Case C12: V4.1's drafter, behind a whole small model."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.layers.dspark import BlockGuess, Choose
+from anymla.model.load import load_model
+from anymla.runtime.engine import Engine
+from anymla.runtime.options import EngineOptions
+from anymla.runtime.request import Request
+from anymla.testing.conformance.ops import Ops
+from anymla.testing.conformance.registry import case, expect
+from anymla.testing.oracle.check import hidden_error
+from anymla.testing.oracle.dspark import DSparkOracle
+from anymla.testing.oracle.judge import Judge
+from anymla.testing.oracle.model import OracleModel, OracleResult
+from anymla.testing.oracle.recording import RecordedModel, Recorder, Recording
+from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from anymla.testing.tiny_options import TinySharing
+from anymla.testing.tolerance import assert_close
+
+_RATIOS, _HIDDEN, _STAGES = (0, 2, 1, 1), 64, 2
+_OPTIONS = TinyOptions.shared(
+    weights="bf16", ratios=_RATIOS, hidden=_HIDDEN, heads=2, o_groups=1, o_lora=32, q_lora=32,
+    index_heads=4, index_topk=5, experts=4, experts_per_token=3, moe_size=32, window=16,
+    sharing=TinySharing.of(
+        _RATIOS, candidate_blocks=2, candidate_block_size=4, engram_layers=(1, 2),
+        index_sources=(1, 2, 3),
+    ),
+    drafter="dspark", stages=_STAGES, markov_rank=16, draft_experts=6, draft_experts_per_token=2,
+)  # fmt: skip
+_PROMPT, _NEW = 23, 16
+
+
+class _HeardModel(RecordedModel):
+    """A recorded model whose drafter's logits and predictions are kept as well."""
+
+    def __init__(self, model: Any, recorder: Recorder) -> None:
+        super().__init__(model, recorder)
+        self.logits_of_block: Tensor | None = None
+        self.survival: Tensor | None = None
+
+    def guess_block(self, h: Tensor, anchors: Tensor, choose: Choose) -> BlockGuess:
+        """Guess, and keep what the guesses were chosen from."""
+        heard: list[Tensor] = []
+
+        def listening(logits: Tensor, i: int) -> Tensor:
+            heard.append(logits[0].cpu())
+            return choose(logits, i)
+
+        guess: BlockGuess = self._model.guess_block(h, anchors, listening)
+        self.logits_of_block, self.survival = torch.stack(heard), guess.survival[0].cpu()
+        return guess
+
+
+def _backbone(directory: str, recording: Recording, tokens: list[int]) -> OracleResult:
+    """The float64 run that reads the rows of a recorded one and takes its selections."""
+    model = OracleModel(directory)
+    layers = range(model.config.layers + 1)
+    errors = [hidden_error(torch.float32, layer, _HIDDEN) for layer in layers]
+    ran = recording.token_ids[: len(tokens) - 1]
+    return model.run(ran, judge=Judge(recording, errors), keep_layers=True)
+
+
+@case(
+    "C12",
+    "V4.1's drafter: taps where layers begin, blocks whose rows see each other behind the window "
+    "of the newest token, guesses that follow each other; the text is the one without drafts",
+    "rope",
+    "rms_norm",
+    "quantize_and_insert_k_cache",
+    "window_rows",
+    "save_partial_states",
+    "compress_norm",
+    "indexer_q_rope_quant",
+    "paged_mqa_logits",
+    "select_candidate_blocks",
+    "mask_candidates",
+    "topk_per_row",
+    "sparse_attention",
+    "grouped_output_projection",
+    "linear",
+    "experts",
+    "hc_gates",
+    "hc_post",
+    "hc_collapse_norm",
+    "engram_gate",
+)
+def drafter_of_v41(ops: Ops) -> None:
+    with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:
+        write_tiny_checkpoint(directory, _OPTIONS)
+        place = ops.device or torch.device("cpu")
+        model = load_model(
+            directory, dtype=torch.float32, device=place, backend=backend, progress=False
+        )
+        prompt = tuple(torch.randint(2, model.config.vocab_size, (_PROMPT,)).tolist())
+        request = Request("one", prompt, max_new_tokens=_NEW)
+        options = EngineOptions(kv_cache="fp32", chunk_size=9, decode="plain")
+        alone = Engine.for_requests(model, options, [request])
+        (plain,) = alone.run([request])
+        text = [*prompt, *plain.token_ids]
+
+        recorder = Recorder()
+        heard = _HeardModel(model, recorder)
+        oracle = DSparkOracle(directory)
+        options = dataclasses.replace(options, draft_tokens=oracle.dspark.block_size)
+        engine = Engine.for_requests(heard, options, [request])  # type: ignore[arg-type]
+        engine.submit(request)
+        said: dict[int, tuple[list[int], Tensor, Tensor]] = {}
+        finished: list[Any] = []
+        while engine.busy:
+            heard.logits_of_block = heard.survival = None
+            finished += engine.step().finished
+            for state in engine.scheduler.running:
+                if heard.logits_of_block is None or heard.survival is None:
+                    continue
+                known = len(state.tokens)
+                said[known] = (list(state.drafts), heard.logits_of_block, heard.survival)
+                # As many right as there were blocks before: every number is accepted once.
+                right = text[known : known + len(said) - 1]
+                state.drafts = [*right, *state.drafts[len(right) :]][: len(state.drafts)]
+        expect(list(finished[0].token_ids) == text[_PROMPT:], "other tokens with drafts")
+        expect(finished[0].accepted >= 6, f"only {finished[0].accepted} drafts were accepted")
+
+        (recording,) = recorder.recordings
+        context = oracle.context(oracle.taps(_backbone(directory, recording, text)))
+        error = hidden_error(torch.float32, len(_RATIOS) + _STAGES, _HIDDEN)
+        for known, (drafts, logits, survival) in said.items():
+            name = f"block behind {known} tokens"
+            rows = [each[: known - 1] for each in context]
+            want = oracle.block(rows, text[known - 1], tokens=logits.argmax(1).tolist())
+            largest = want.logits.abs().max()
+            assert_close(logits, want.logits, atol=error, scale=largest, name=f"{name}: logits")
+            assert want.confidence is not None
+            sure = want.confidence.sigmoid().cumprod(0)
+            # Logits of a chance are sums as wide as the model; its slope is 1/4 at most.
+            spread = want.confidence.abs().clamp(min=1).cumsum(0)
+            assert_close(survival, sure, atol=error, scale=spread, name=f"{name}: confidence")
+            chosen = logits.argmax(1).tolist()[: len(drafts)]
+            expect(drafts == chosen, f"{name}: drafts {drafts}, expected {chosen}")
