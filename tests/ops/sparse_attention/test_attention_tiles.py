@@ -9,6 +9,7 @@ from anymla.ops.sparse_attention.config import (
     choose_mode,
     choose_splits,
     choose_tile,
+    combine_warps,
     invariant_splits,
 )
 
@@ -84,3 +85,12 @@ def test_arc_a_multiplies_in_float32():
     tile = choose_tile(64, 640, 8, "float32", arc)
     assert (tile.keys, tile.warps, tile.row_parts) == (8, 32, 16)
     assert not choose_tile(64, 640, 8, "float32", arc, channels=640).row_parts
+
+
+@pytest.mark.parametrize("name", ["gfx1151", "gfx1201"])
+def test_a_thread_of_rdna_combines_no_more_than_half_its_registers(name):
+    target = TARGETS[name]
+    # Two lists have as many splits each as there are compute units, at most.
+    for splits in (1, 8, 9, 64, 65, 2 * target.sm_count):
+        values = (1 << (splits - 1).bit_length()) * 256
+        assert values <= 128 * combine_warps(splits, target) * target.warp_size

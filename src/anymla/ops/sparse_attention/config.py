@@ -643,6 +643,8 @@ def invariant_splits(keys: int, tile: Tile) -> int:
 def combine_warps(splits: int, target: Target) -> int:
     """Warps of a CTA of the portable combine."""
     warps = 4 if splits > 8 else 2
+    if target.narrow and splits > 64:
+        return 8  # 4 warps hold 256 values a thread, and spill up to 43
     if target.arc_a:
         return 4 * warps
     return 2 * warps if target.intel else warps
