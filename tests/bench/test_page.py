@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from anymla.bench.page.calculated import cache_by_context
 from anymla.bench.page.colours import LIGHT
+from anymla.bench.page.decode import decode_blocks
 from anymla.bench.page.documents import readme_blocks, with_blocks
 from anymla.bench.page.draw import DASHES, HATCHES, MARKERS, NARROW, WIDE, svg, svg_file
 from anymla.bench.page.figure import MOST_SERIES, Bars, Figure, Point, Ranges, Series, Stacks, short
@@ -700,3 +701,16 @@ def test_figures_of_two_devices_are_told_apart() -> None:
         ("roofline", "How close to the roof"),
         ("roofline-2", "How close to the roof, One"),
     ]
+
+
+def test_rows_of_v41_are_shown_of_the_device_that_was_measured_last() -> None:
+    part = {"part": "decode attention over V4.1's rows beside V4's", "command": "c"}
+    old = part | {"device": "One", "date": "2026-01-01", "case": "first", "v4_us": 2.0}
+    old |= {"fp8_us": 2.0, "nvfp4_us": 4.0, "ratio": 0.5, "met": False}
+    new = part | {"device": "Two", "date": "2026-01-02", "case": "second", "v4_us": 3.0}
+    new |= {"nvfp4_us": 2.0, "ratio": 1.5, "met": True}
+    lines = decode_blocks([old, new])["decode_v41"]
+    assert [line for line in lines if "first" in line or "second" in line] == [
+        "| second | 3.0 | - | 2.0 | - | 1.50 |"
+    ]
+    assert decode_blocks([]) == {}
