@@ -75,11 +75,12 @@ def test_shared_memory_is_synchronised_as_it_must_be():
     assert not problem(unmet_arrivals=0, unfenced_reads=0, idle_barriers=0)
 
 
-def test_products_of_warpgroups_run_several_at_a_time():
-    waited = "each of 104 products is waited for before the next"
-    assert problem(products=104, product_waits=104) == waited
-    assert not problem(products=104, product_waits=11)
-    assert not problem(products=1, product_waits=1)
+def test_products_of_warpgroups_run_several_at_a_time_unless_asked_otherwise():
+    waited = "each of 104 products is waited for before the next, unasked"
+    assert problem(products=104, product_waits=104, asked_waits=11) == waited
+    assert not problem(products=104, product_waits=11, asked_waits=11)
+    assert not problem(products=8, product_waits=8, asked_waits=8)
+    assert not problem(products=1, product_waits=1, asked_waits=0)
     assert not problem(products=40)
 
 

@@ -302,12 +302,18 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
         problem = f"memory released to TMA {row['unfenced_reads']} times while it is read"
     elif row.get("idle_barriers"):
         problem = f"{row['idle_barriers']} barriers whose memory the compiler gives to others"
-    elif row.get("product_waits", 0) >= row.get("products", 0) > 1:
-        problem = f"each of {row['products']} products is waited for before the next"
+    elif _serialized(row):
+        problem = f"each of {row['products']} products is waited for before the next, unasked"
     elif must.matrix and not target.arc_a and not _multiplies(row["matrix"], must.matrix):
         operands = "" if must.matrix is True else f" of {must.matrix}"
         problem = f"no matrix-multiply instruction{operands}"
     return {**row, "ok": not problem, **({"problem": problem} if problem else {})}
+
+
+def _serialized(row: dict[str, Any]) -> bool:
+    """Whether the assembler runs products one at a time for which the code does not ask so."""
+    products = row.get("products", 0)
+    return row.get("product_waits", 0) >= products > max(1, row.get("asked_waits", 0))
 
 
 def _accepted_spills(must: Judgement, target: Target) -> int:
@@ -355,9 +361,10 @@ def _cuda_code(code: Any) -> dict[str, Any]:
         "instructions": len(found),
         "spills": kinds["STL"] + kinds["LDL"],
         "matrix": sorted({name for name in found if "MMA" in name.split(".")[0]}),
-        # Of warpgroups alone; what the compiler cannot follow it runs one at a time, unasked.
+        # Of warpgroups alone.
         "products": kinds["HGMMA"] + kinds["QGMMA"],
         "product_waits": sum(name.startswith("WARPGROUP.DEPBAR") for name in found),
+        "asked_waits": code.asm["ptx"].count("wgmma.wait_group"),
         "registers": int(registers[1]) if registers else None,
         "unmet_arrivals": len(unmet_arrivals(code.asm["ptx"])),
         "unfenced_reads": len(unfenced_reads(code.asm["ptx"])),
