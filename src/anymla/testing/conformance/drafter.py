@@ -16,6 +16,7 @@ from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
+from anymla.testing.conformance.shared import STEP_OPERATIONS
 from anymla.testing.oracle.check import hidden_error
 from anymla.testing.oracle.dspark import DSparkOracle
 from anymla.testing.oracle.judge import Judge
@@ -72,25 +73,8 @@ def _backbone(directory: str, recording: Recording, tokens: list[int]) -> Oracle
     "C12",
     "V4.1's drafter: taps where layers begin, blocks whose rows see each other behind the window "
     "of the newest token, guesses that follow each other; the text is the one without drafts",
-    "rope",
-    "rms_norm",
-    "quantize_and_insert_k_cache",
+    *STEP_OPERATIONS,
     "window_rows",
-    "save_partial_states",
-    "compress_norm",
-    "indexer_q_rope_quant",
-    "paged_mqa_logits",
-    "select_candidate_blocks",
-    "mask_candidates",
-    "topk_per_row",
-    "sparse_attention",
-    "grouped_output_projection",
-    "linear",
-    "experts",
-    "hc_gates",
-    "hc_post",
-    "hc_collapse_norm",
-    "engram_gate",
 )
 def drafter_of_v41(ops: Ops) -> None:
     with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:

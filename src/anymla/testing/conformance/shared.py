@@ -263,10 +263,8 @@ _OPTIONS = TinyOptions.shared(
 )  # fmt: skip
 
 
-@case(
-    "C11",
-    "a whole V4.1 in chunks: heads are not normed, n-grams reach back over chunks, layers attend "
-    "to what others wrote and selected",
+# What a step of a whole model calls.
+STEP_OPERATIONS = (
     "rope",
     "rms_norm",
     "quantize_and_insert_k_cache",
@@ -285,6 +283,14 @@ _OPTIONS = TinyOptions.shared(
     "hc_post",
     "hc_collapse_norm",
     "engram_gate",
+)
+
+
+@case(
+    "C11",
+    "a whole V4.1 in chunks: heads are not normed, n-grams reach back over chunks, layers attend "
+    "to what others wrote and selected",
+    *STEP_OPERATIONS,
 )
 def whole_shared_model(ops: Ops) -> None:
     with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:
