@@ -141,6 +141,11 @@ _CALLS = {
         "compress_ratio": 2,
         "overlap": False,
     },
+    "best_logits": lambda: {
+        "logits": torch.randn(TOKENS, 11),
+        "x": torch.randn(TOKENS, 3),
+        "weight": torch.randn(11, 3),
+    },
     "engram_rows": lambda: {
         "out": torch.empty(TOKENS, 12),
         "codes": torch.zeros(TOKENS, 3, 4).byte(),

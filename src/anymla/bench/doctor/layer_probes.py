@@ -1,4 +1,4 @@
-"""Probes of the rest of a layer: linear, hyper_connection, engram, moe."""
+"""Probes of the rest of a model: linear, hyper_connection, engram, moe, choice."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from anymla.bench.doctor.trial import Probe, Trial, host
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
+from anymla.ops.choice import best_logits
 from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.hyper_connection import hc_post, hc_pre
 from anymla.ops.linear import fp8_block_linear, grouped_output_projection
@@ -24,6 +25,7 @@ from anymla.testing.tolerance import accumulation, assert_close, ulps
 _HIDDEN, _STREAMS, _HEADS, _DIM, _GROUPS, _RANK = 2048, 4, 16, 512, 2, 512
 _EXPERTS, _CHOSEN, _INNER, _LIMIT = 16, 4, 512, 10.0
 _COLUMNS, _WIDTH = 24, 256  # rows that a token's n-grams name, channels of each
+_VOCABULARY = 32320
 _GATES = (2 + _STREAMS) * _STREAMS
 _FEW = {"check": 3, "cpu": 16, "gpu": 256}
 
@@ -39,6 +41,7 @@ def probes() -> Iterator[Probe]:
     yield Probe("engram", "gates", _gate, many)
     yield Probe("moe", "router", _route, many)
     yield Probe("moe", "MXFP4 experts", _experts, _FEW)
+    yield Probe("choice", "the best of 32,320 tokens", _choose, _FEW)
 
 
 def _normal(*shape: int, device: torch.device) -> Tensor:
@@ -166,6 +169,20 @@ def _gate(tokens: int, device: torch.device) -> Trial:
 
     moved = 2 * h.nbytes + projected.nbytes + weight.nbytes
     return Trial(engram_gate, (h, projected, weight), {"eps": 1e-20}, moved, verify)
+
+
+def _choose(tokens: int, device: torch.device) -> Trial:
+    logits = 5 * torch.randn(tokens, _VOCABULARY, device=device)
+
+    def verify(result: tuple[Tensor, Tensor, Tensor]) -> float:
+        value, token, log_sum = map(host, result)
+        wide = host(logits).double()
+        assert torch.equal(token, wide.argmax(1)), "a token that is not the best"
+        assert torch.equal(value.double(), wide.amax(1)), "another value than the best's"
+        atol = accumulation(_VOCABULARY, torch.float32) + ulps(torch.float32, 2) * 20
+        return assert_close(log_sum, wide.logsumexp(1), atol=atol, name="log-sum")
+
+    return Trial(best_logits, (logits,), {}, logits.nbytes, verify)
 
 
 def _route(tokens: int, device: torch.device) -> Trial:

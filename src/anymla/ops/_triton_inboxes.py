@@ -1,0 +1,62 @@
+"""The exchange of words through the ranks' inboxes, for kernels to call; see ``_inboxes``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_inboxes(addresses, RANKS: tl.constexpr):
+    """Where each rank's inbox begins; may be read before a kernel waits."""
+    inboxes = ()
+    for rank in tl.static_range(RANKS):
+        inboxes += (tl.load(addresses + rank),)
+    return inboxes
+
+
+@triton.jit
+def exchange(
+    words, inboxes, turn, offset, inside,
+    RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_2: tl.constexpr, CAPACITY: tl.constexpr,
+    BLANK: tl.constexpr,
+):  # fmt: skip
+    """Give all ranks B words, none of them blank; return all ranks' words [RANKS_2, B].
+
+    Rows of ranks that are not there are 0, as are columns outside; ``inside`` is None if all are
+    inside.
+    """
+    kind = tl.pointer_type(words.dtype)
+    at = (turn * RANKS + RANK) * CAPACITY + offset
+    for rank in tl.static_range(RANKS):
+        tl.store(tl.multiple_of(inboxes[rank].to(kind), 16) + at, words, inside)
+    mine = tl.multiple_of(inboxes[RANK].to(kind), 16)
+    ranks = tl.arange(0, RANKS_2)[:, None]
+    slots = ranks * CAPACITY + offset[None, :]
+    blanked = mine + (turn + 2) % 3 * (RANKS * CAPACITY) + slots
+    blank = tl.full((RANKS_2, words.shape[0]), BLANK, words.dtype)
+    arriving = mine + turn * (RANKS * CAPACITY) + slots
+    # A mask that says nothing would keep accesses from being wide.
+    there = None
+    if RANKS < RANKS_2:
+        there = ranks < RANKS
+    tl.store(blanked, blank, there)
+    if inside is not None:
+        wanted = inside[None, :]
+        if there is not None:
+            wanted &= there
+    else:
+        wanted = there
+    arrived = _arrived(arriving, wanted)
+    while tl.max(tl.max((arrived == BLANK).to(tl.int32), 0), 0) > 0:
+        arrived = _arrived(arriving, wanted)
+    return arrived
+
+
+@triton.jit
+def _arrived(arriving, wanted):
+    if wanted is None:
+        arrived = tl.load(arriving, volatile=True)
+    else:
+        arrived = tl.load(arriving, wanted, other=0, volatile=True)
+    return arrived

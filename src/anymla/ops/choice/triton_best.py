@@ -1,0 +1,232 @@
+"""The largest logit of each row, its token, and the row's log-sum of exponentials.
+
+    chunk_kernel    a row's chunk of CHUNK logits                       -> parts [T, chunks]
+    product_kernel  all rows' chunk, with a low-rank term added         -> parts [T, chunks]
+    merge_kernel    a row's parts                                       -> results [T]
+
+A chunk's weights of the low-rank term are read once for all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
+from anymla.ops.choice.config import choose_config
+from anymla.ops.device import target_of
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
+
+_INT64_MAX = tl.constexpr(torch.iinfo(torch.int64).max)
+
+
+@triton.jit
+def largest(values, tokens, axis: tl.constexpr):
+    """The largest of some values and the lowest of its tokens; a NaN is larger than all."""
+    is_nan = values != values
+    numbers = tl.where(is_nan, float("-inf"), values)
+    best = tl.max(numbers, axis, keep_dims=True)
+    has_nan = tl.max(is_nan.to(tl.int32), axis, keep_dims=True) > 0
+    is_best = tl.where(has_nan, is_nan, numbers == best)
+    token = tl.min(tl.where(is_best, tokens, _INT64_MAX), axis, keep_dims=True)
+    return tl.where(has_nan, float("nan"), best), token
+
+
+@triton.jit
+def log_sum_exp(values, best, axis: tl.constexpr):
+    """log(sum(exp(values))), given the largest."""
+    # Differences of infinities are no numbers.
+    shift = tl.where(tl.abs(best) < float("inf"), best, 0.0)
+    return shift + tl.log(tl.sum(tl.exp(values - shift), axis, keep_dims=True))
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def chunk_kernel(
+    logits,
+    values,
+    tokens,
+    log_sums,
+    vocab,
+    row_stride,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One chunk of a row; grid: chunks, rows."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    given = tl.load(logits + row * row_stride + at, at < vocab, other=float("-inf"))
+    given = given.to(tl.float32)
+    best, token = largest(given, at.to(tl.int64), 0)
+    part = row * tl.num_programs(0) + tl.program_id(0) + tl.arange(0, 1)
+    tl.store(values + part, best)
+    tl.store(tokens + part, token)
+    tl.store(log_sums + part, log_sum_exp(given, best, 0))
+
+
+@triton.jit(do_not_specialize=["rows", "vocab"])
+def product_kernel(
+    logits,
+    x,
+    weight,
+    values,
+    tokens,
+    log_sums,
+    rows,
+    vocab,
+    row_stride,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    K_2: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One chunk of ROWS rows; grid: chunks, groups of rows. WIDE products are float32's."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    k = tl.arange(0, K_2)
+    here = (at < vocab)[None, :]
+    of_weight = weight + at.to(tl.int64)[None, :] * K + k[:, None]
+    if K == K_2:
+        factor = tl.load(of_weight, here, other=0.0)
+    else:
+        factor = tl.load(of_weight, here & (k < K)[:, None], other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    there = (row < rows)[:, None]
+    given = tl.load(x + row[:, None] * K + k[None, :], there & (k < K)[None, :], other=0.0)
+    if WIDE:
+        term = tl.dot(given.to(tl.float32), factor.to(tl.float32), input_precision="ieee")
+    else:
+        term = tl.dot(given, factor)
+    added = logits + row.to(tl.int64)[:, None] * row_stride + at[None, :]
+    total = tl.load(added, there & here, other=float("-inf")).to(tl.float32) + term
+    best, token = largest(total, at.to(tl.int64)[None, :], 1)
+    part = row[:, None].to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(values + part, best, there)
+    tl.store(tokens + part, token, there)
+    tl.store(log_sums + part, log_sum_exp(total, best, 1), there)
+
+
+@triton.jit
+def merge_kernel(
+    values,
+    tokens,
+    log_sums,
+    best_values,
+    best_tokens,
+    total_log_sums,
+    CHUNKS: tl.constexpr,
+    CHUNKS_2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of all chunks."""
+    row = tl.program_id(0)
+    chunk = tl.arange(0, CHUNKS_2)
+    part = row * CHUNKS + chunk
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    each = tl.load(values + part, chunk < CHUNKS, other=float("-inf"))
+    of_each = tl.load(tokens + part, chunk < CHUNKS, other=_INT64_MAX)
+    sums = tl.load(log_sums + part, chunk < CHUNKS, other=float("-inf"))
+    best, token = largest(each, of_each, 0)
+    out = row + tl.arange(0, 1)
+    tl.store(best_values + out, best)
+    tl.store(best_tokens + out, token)
+    tl.store(total_log_sums + out, log_sum_exp(sums, tl.max(sums, 0, keep_dims=True), 0))
+
+
+def best_logits(
+    logits: Tensor, x: Tensor | None = None, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See interface.best_logits."""
+    rows, vocab = logits.shape
+    device = logits.device
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    wide = (
+        x is not None and weight is not None and not (x.dtype == weight.dtype and x.itemsize == 2)
+    )
+    rank = 0 if x is None else x.shape[1]
+    config = choose_config(rows, vocab, rank, target_of(device))
+    chunks = cdiv(vocab, config.chunk)
+    values, log_sums = torch.empty((2, rows, chunks), device=device).unbind()
+    tokens = torch.empty((rows, chunks), dtype=torch.int64, device=device)
+    best_values, total = torch.empty((2, rows), device=device).unbind()
+    best_tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    if not rows:
+        return best_values, best_tokens, total
+    shape = rows, vocab, logits.stride(0)
+    if x is None or weight is None:
+        _chunks(shape, config.chunk, config.num_warps, device)(logits, values, tokens, log_sums)
+    else:
+        launch = _products(shape, rank, config.rows, config.chunk, config.num_warps, wide,
+                           weight.is_contiguous(), device)  # fmt: skip
+        launch(logits, x.contiguous(), weight.contiguous(), values, tokens, log_sums)
+    _merge(rows, chunks, device)(values, tokens, log_sums, best_values, best_tokens, total)
+    return best_values, best_tokens, total
+
+
+@functools.lru_cache(LAUNCHES)
+def _chunks(
+    shape: tuple[int, int, int], chunk: int, num_warps: int, device: torch.device
+) -> PreparedLaunch:
+    rows, vocab, stride = shape
+    return PreparedLaunch(
+        chunk_kernel,
+        (cdiv(vocab, chunk), rows),
+        vocab,
+        stride,
+        CHUNK=chunk,
+        num_warps=num_warps,
+        **pdl_launch(device),
+    )
+
+
+@functools.lru_cache(LAUNCHES)
+def _products(
+    shape: tuple[int, int, int],
+    rank: int,
+    group: int,
+    chunk: int,
+    num_warps: int,
+    wide: bool,
+    pdl: bool,
+    device: torch.device,
+) -> PreparedLaunch:
+    """``pdl``: the weight, which is read first, is no copy that is being made."""
+    rows, vocab, stride = shape
+    return PreparedLaunch(
+        product_kernel,
+        (cdiv(vocab, chunk), cdiv(rows, group)),
+        rows,
+        vocab,
+        stride,
+        ROWS=group,
+        K=rank,
+        K_2=max(16, triton.next_power_of_2(rank)),
+        CHUNK=chunk,
+        WIDE=wide,
+        num_warps=num_warps,
+        **(pdl_launch(device) if pdl else {"PDL": False}),
+    )
+
+
+@functools.lru_cache(LAUNCHES)
+def _merge(rows: int, chunks: int, device: torch.device) -> PreparedLaunch:
+    return PreparedLaunch(
+        merge_kernel,
+        (rows,),
+        CHUNKS=chunks,
+        CHUNKS_2=triton.next_power_of_2(chunks),
+        num_warps=1,
+        **pdl_launch(device),
+    )
