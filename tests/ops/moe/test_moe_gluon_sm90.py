@@ -45,7 +45,7 @@ def plan(ids, columns, experts=E):
     return torch.tensor(order, dtype=torch.int32), table, most
 
 
-def launched(x, x_scales, weights, made, tensors, out, columns, config_):
+def launched(x, x_scales, weights, made, tensors, out, columns, config_, stages=None):
     """One product by a kernel of ``config_``: CTAs, rows, channels, IN_FLIGHT, QUANT."""
     ctas, rows, channels, in_flight, quant = config_
     order, table, most = made
@@ -56,7 +56,7 @@ def launched(x, x_scales, weights, made, tensors, out, columns, config_):
         grouped_gemm_kernel, ctas, x, x_scales, weights, order, table, *matrices,
         *([] if up else [None] * 6), out, most, LIMIT, K=width, OUT=out.shape[1],
         PER_TOKEN=K if up else 1, M=rows, N=columns, CHUNK=channels,
-        STAGES=width // channels - 1, UP=up, W_UNIT=1, WARPS=rows // 16, CTAS_PER_SM=1,
+        STAGES=stages or width // channels - 1, UP=up, W_UNIT=1, WARPS=rows // 16, CTAS_PER_SM=1,
         BATCH=2, IN_FLIGHT=in_flight, QUANT=quant, PDL=True, num_warps=rows // 16,
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def random_matrices():
     return (*quantize_mxfp4(torch.stack((w1, w3))), *quantize_mxfp4(w2))
 
 
-def both(x, ids, weights, matrices, columns, up, down, quant=128):
+def both(x, ids, weights, matrices, columns, up, down, quant=128, down_stages=None):
     """The sum over a token's experts by the kernels, and by the reference."""
     tokens, (w13, s13, w2, s2) = len(x), matrices
     made = plan(ids, columns)
@@ -76,7 +76,7 @@ def both(x, ids, weights, matrices, columns, up, down, quant=128):
     flat = weights.flatten()
     gate_up = w13[0], s13[0], w13[1], s13[1]
     launched(*operands(x, quant), flat, made, gate_up, inner, columns, (*up, quant))
-    launched(inner, None, flat, made, (w2, s2), results, columns, (*down, quant))
+    launched(inner, None, flat, made, (w2, s2), results, columns, (*down, quant), down_stages)
     here = ((ids >= 0) & (ids < E)).flatten()
     assert results[~here].isnan().all()
     results[~here] = 0
@@ -112,6 +112,19 @@ def test_grouped_gemms(tokens, columns, up, down, quant):
     assert spoiled.any() == (ids == 1).any()
     # Sums in another order, after which a value may round the other way.
     assert_close(got[~spoiled], want[~spoiled], atol=ulps(torch.bfloat16, 4))
+
+
+@pytest.mark.parametrize(
+    ("down", "stages"),
+    [((2, 64, 256, 4), 2), ((3, 64, 256, 4), 5), ((2, 64, 512, 4), 3), ((50, 64, 512, 4), 2)],
+)
+def test_a_ring_of_more_stages_than_a_tile_has(down, stages):
+    """A rank's channels of an expert: w2 has few stages a tile, or one."""
+    x, weights = torch.randn(9, D).bfloat16(), torch.rand(9, K)
+    ids = torch.rand(9, E).argsort(1)[:, :K].int()
+    up = (3, 64, 256, 4)
+    got, want = both(x, ids, weights, random_matrices(), 8, up, down, down_stages=stages)
+    assert_close(got, want, atol=ulps(torch.bfloat16, 4))
 
 
 def test_one_token_is_a_row_of_two():

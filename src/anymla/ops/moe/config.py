@@ -112,8 +112,13 @@ _SM90_CONFIGS = (
 _MOST_PAIRS_OF_SMALL_BLOCKS = 12
 
 
-def _fitted(configs: tuple[Sm90Config, ...], width: int, quant_block: int) -> Sm90Config | None:
-    """The first of which shared memory holds two stages or more, with as many as it holds."""
+def _fitted(
+    configs: tuple[Sm90Config, ...], width: int, quant_block: int, *, loads_activations: bool
+) -> Sm90Config | None:
+    """The first of which shared memory holds two stages or more, with as many as it holds.
+
+    Where activations are loaded with the weights, a tile has more stages than the ring.
+    """
     for config in configs:
         block_k = config.block_k
         activations = config.block_m * width + config.block_m * (width // quant_block) * 4
@@ -121,7 +126,9 @@ def _fitted(configs: tuple[Sm90Config, ...], width: int, quant_block: int) -> Sm
         stage = config.block_n * (block_k // 2 + block_k // 32)
         memory = min(_SHARED, _SHARED_OF_SM // config.ctas_per_sm - _RESERVED)
         held = (memory - activations - factors) // stage
-        stages = min(held, config.stages, width // block_k - 1)
+        stages = min(held, config.stages)
+        if loads_activations:
+            stages = min(stages, width // block_k - 1)
         if width % block_k == 0 and stages >= 2:
             batch = math.gcd(config.quantize_batch, width // 128)
             return dataclasses.replace(config, stages=stages, quantize_batch=batch)
@@ -137,8 +144,8 @@ def choose_sm90_config(
         return None
     for most, ups, downs in _SM90_CONFIGS:
         if shape.pairs <= most * shape.experts:
-            up = _fitted(ups, shape.d, quant_block)
-            down = _fitted(downs, shape.inner, quant_block)
+            up = _fitted(ups, shape.d, quant_block, loads_activations=True)
+            down = _fitted(downs, shape.inner, quant_block, loads_activations=False)
             if up is None or down is None:
                 return None
             whole = not (2 * shape.inner % up.block_n or shape.d % down.block_n)

@@ -5,9 +5,9 @@
     stage       CHUNK channels of a tile: codes, scales, and where a block begins its activations
 
 A CTA loads STAGES stages ahead, whatever they belong to, so that its reading does not stop between
-tiles or blocks; the activations of a block stay in shared memory for all its tiles. For that STAGES
-is less than a tile's number of stages: a new block's activations then replace what has been used by
-the last tile before.
+tiles or blocks; the activations of a block stay in shared memory for all its tiles. Those of w1 and
+w3 are loaded with the weights, and STAGES is less than a tile's number of stages: a new block's
+activations then replace what has been used by the last tile before.
 
 w2's CTAs load weights before they wait. The blocks that say which are then there, because w1's
 kernel has waited for them before it lets w2's start; they are read past the first-level cache,
@@ -434,6 +434,9 @@ def grouped_gemm_kernel(
     place, end = 0, 0
     for g in range(STAGES):
         if g < stages:
+            if STAGES > CHUNKS and part == CHUNKS:
+                part = 0
+                load_tile = load_tile + 1
             if part == 0:
                 wa, wb, sa, sb, place, end = _work_tile(
                     load_tile, blocks, count, gate, up, K, ROWS, TILES, UP, W_UNIT
