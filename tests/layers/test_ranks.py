@@ -131,9 +131,9 @@ def test_alone_everything_stays_as_it_is():
     x = torch.arange(6).view(2, 3)
     assert ALONE.agreed(x) is x
     assert ALONE.gathered(x) is x
-    assert launch.with_one_shot_sums(ALONE, torch.device("cuda"), torch.bfloat16) is ALONE
+    assert launch.with_peer_memory(ALONE, torch.device("cuda"), torch.bfloat16) is ALONE
     on_cpu = Ranks(1, 2)
-    assert launch.with_one_shot_sums(on_cpu, torch.device("cpu"), torch.bfloat16) is on_cpu
+    assert launch.with_peer_memory(on_cpu, torch.device("cpu"), torch.bfloat16) is on_cpu
 
 
 _EXCHANGE = """
@@ -163,11 +163,11 @@ def test_two_processes_exchange(tmp_path):
 _ONE_SHOT = """
 import dataclasses, torch
 from anymla.runtime.graphs import Graph
-from anymla.runtime.launch import joined, launched, local_device, with_one_shot_sums
+from anymla.runtime.launch import joined, launched, local_device, with_peer_memory
 device = local_device("cuda")
 with joined(device):
-    ranks = with_one_shot_sums(launched(), device, torch.bfloat16)
-    assert ranks.one_shot is not None
+    ranks = with_peer_memory(launched(), device, torch.bfloat16)
+    assert ranks.peers is not None
     torch.manual_seed(ranks.rank)
     for rows in (1, 6, 48, 100):
         x = torch.randn(rows, 4096, device=device).bfloat16()

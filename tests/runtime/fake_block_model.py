@@ -100,6 +100,9 @@ class FakeBlockModel(FakeModel):
             tokens.append(before)
         return BlockGuess(torch.stack(tokens, 1), torch.ones(h.shape[:2]))
 
+    def guess_best_block(self, h, anchors):
+        return self.guess_block(h, anchors, lambda logits, _: self.best_of(logits)[0]).tokens
+
 
 def guess_alone(tokens, count, *, erratic, block=BLOCK, choose=None):
     """Guesses behind the last of some final tokens, by the same sums written down without caches.

@@ -14,6 +14,7 @@ import torch
 from anymla.formats.page_layout import get_layout
 from anymla.layers.ranks import ALONE
 from anymla.layers.spec import LayerSpec
+from anymla.ops.choice import best_logits
 
 VOCAB = 61
 SPECS = tuple(
@@ -83,6 +84,12 @@ class FakeModel:
         # A distribution that sampling can spread over, with its peak at ``best``.
         distance = (torch.arange(VOCAB) - best.unsqueeze(1)) % VOCAB
         return -0.25 * distance + 0.0 * checksum.unsqueeze(1)
+
+    def best(self, hidden):
+        return self.best_of(self.logits(hidden))
+
+    def best_of(self, logits):
+        return ALONE.best(best_logits(logits, backend="reference"), first=0, vocab=VOCAB)
 
     def mtp_forward(self, hidden, next_ids, step, cache):
         rows = 0 * hidden[:, 0, 1] + self._layer(self.layer_specs[-1], cache, step, next_ids)

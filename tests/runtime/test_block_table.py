@@ -3,7 +3,7 @@ from fake_model import SPECS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anymla.runtime.block_table import BlockTable
+from anymla.runtime.block_table import BlockTable, joint_tables
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.page_pool import PagePool
 
@@ -14,13 +14,13 @@ MAX_SEQ_LEN = 700
 def _table(name, max_requests=3):
     pool = PagePool(name, 1 + 3 * (MAX_SEQ_LEN // 4 + 1))
     pool.reserve(pool.capacity)
-    return BlockTable(
-        GROUPS[name],
-        pool,
+    tables, columns = joint_tables(
+        list(GROUPS.values()),
         max_requests=max_requests,
         max_seq_len=MAX_SEQ_LEN,
         device=torch.device("cpu"),
     )
+    return BlockTable(GROUPS[name], pool, tables, columns[name])
 
 
 actions = st.lists(

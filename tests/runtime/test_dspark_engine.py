@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
-from anymla.runtime.sampler import Sampling, choose_tokens
+from anymla.runtime.sampler import Sampling, best_tokens, choose_tokens
 
 
 def _options(**changes):
@@ -350,6 +350,9 @@ def test_a_guess_that_is_no_number_ends_the_block():
         return guess(h, anchors, third_is_nan)
 
     model.guess_block = broken
+    model.guess_best_block = lambda h, anchors: (
+        broken(h, anchors, lambda x, _: best_tokens(x)).tokens
+    )
     engine = Engine(model, _options())
     engine.submit(Request("a", _prompt(30), 9))
     engine.step()

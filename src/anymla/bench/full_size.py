@@ -73,7 +73,13 @@ def drafting_config(
 
 
 def random_share(
-    config: ModelConfig, device: torch.device, ranks: Ranks, *, dtype: torch.dtype, seed: int = 0
+    config: ModelConfig,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    share_channels: bool = False,
 ) -> Transformer:
     """A rank's share of a model of random weights, which is the same model for any ranks."""
     weights = RandomWeights(config, device, seed=seed)
@@ -85,6 +91,7 @@ def random_share(
         device=device,
         backend=None,
         ranks=ranks,
+        share_channels=share_channels,
     ).transformer()
 
 
@@ -106,8 +113,8 @@ def model_made(make: Callable[[], Transformer], label: str) -> tuple[Transformer
 def sums_over_ranks(model: Transformer, rows: Sequence[int]) -> Iterator[Result]:
     """Microseconds of an all-reduce of some rows of activations, many in one graph."""
     ranks, device = model.ranks, model.device
-    ways = {"group": dataclasses.replace(ranks, one_shot=None)}
-    if ranks.one_shot is not None:
+    ways = {"group": dataclasses.replace(ranks, peers=None)}
+    if ranks.peers is not None:
         ways["one_shot"] = ranks
     for count in rows:
         values: dict[str, Any] = {}
@@ -117,7 +124,7 @@ def sums_over_ranks(model: Transformer, rows: Sequence[int]) -> Iterator[Result]
                 functools.partial(_many_sums, way, x), device, record=device.type == "cuda"
             )
             values[f"{name}_us"] = round(_time(graph, device) / _SUMS_IN_GRAPH * 1e6, 2)
-            if name == "one_shot" and not (ranks.one_shot and ranks.one_shot.takes(x)):
+            if name == "one_shot" and not (ranks.peers and ranks.peers.takes(x)):
                 values["one_shot_us"] = None
         yield Result(SUMS, f"{ranks.size} ranks, {count} rows", values)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ _PARTS = {
 _OTHERS = (
     ("broadcast", "agreement"),
     ("nccl", "all-reduce"),
+    ("push_sum", "all-reduce"),
     ("all_reduce", "all-reduce"),
     ("gemm", "linears, cuBLAS"),
     ("gemv", "linears, cuBLAS"),
@@ -55,10 +57,10 @@ class StepParts:
 
     Attributes:
         us: from one step's first kernel to the next one's.
-        parts: of the backbone's graph by what it is spent for; ``DRAFT``: the drafter's graph;
-            ``BETWEEN``: outside graphs, the host's and its copies'; ``GAPS``: in the backbone's
-            graph with nothing on the device.
-        draft_parts: of the drafter's graph.
+        parts: of a step's graph by what it is spent for; ``DRAFT``: all that is behind the
+            backbone's choice; ``BETWEEN``: outside graphs, the host's and its copies'; ``GAPS``: in
+            the backbone's part of the graph with nothing on the device.
+        draft_parts: of the drafter's part of the graph.
         launches: kernels of a step.
     """
 
@@ -87,8 +89,8 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
 
     Args:
         events: as ``profiled`` returned them.
-        count: of steps, without the last.
-        drafts: whether a drafter's graph follows each of the backbone's.
+        count: number of steps, without the last.
+        drafts: each step drafts behind its choice, in the same graph.
     """
     kernels = [event for event in events if event.get("cat") in _ON_DEVICE]
     kernels.sort(key=lambda event: float(event["ts"]))
@@ -96,13 +98,13 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
     for event in kernels:
         by_launch[event["args"].get("correlation")].append(event)
     graphs = [launch for launch, some in by_launch.items() if len(some) >= _GRAPH]
-    each = 2 if drafts else 1
-    if len(graphs) != each * (count + 1):
+    if len(graphs) != count + 1:
         return None
-    of_drafter = {launch for place, launch in enumerate(graphs) if drafts and place % 2}
-    heads = {launch: _head(by_launch[launch]) for launch in graphs}
+    chosen = {launch: _chosen(by_launch[launch]) if drafts else math.inf for launch in graphs}
+    heads = {launch: _head(by_launch[launch], chosen[launch]) for launch in graphs}
+    ends = {launch: _head(by_launch[launch], math.inf) for launch in graphs}
     begin = float(by_launch[graphs[0]][0]["ts"])
-    end = float(by_launch[graphs[each * count]][0]["ts"])
+    end = float(by_launch[graphs[count]][0]["ts"])
 
     parts: dict[str, float] = collections.defaultdict(float)
     draft_parts: dict[str, float] = collections.defaultdict(float)
@@ -115,12 +117,14 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
         launch = event["args"].get("correlation")
         idle = max(0.0, start - last)
         adds = max(0.0, min(stop, end) - max(last, start))
-        name = _part(str(event["name"])) if start < heads.get(launch, stop) else HEAD
-        if launch in of_drafter:
-            parts[DRAFT] += adds + (idle if before == launch else 0.0)
-            draft_parts[name] += adds
-            draft_parts[GAPS] += idle if before == launch else 0.0
+        name = _part(str(event["name"]))
+        if start > chosen.get(launch, math.inf):
+            gap = idle if before == launch else 0.0
+            parts[DRAFT] += adds + gap
+            draft_parts[name if start < ends[launch] else HEAD] += adds
+            draft_parts[GAPS] += gap
         else:
+            name = name if start < heads.get(launch, stop) else HEAD
             parts[name if launch in heads else BETWEEN] += adds
             parts[GAPS] += idle if before == launch else 0.0
         parts[BETWEEN] += 0.0 if before == launch else idle
@@ -131,12 +135,24 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
     )
 
 
-def _head(kernels: Sequence[dict[str, Any]]) -> float:
-    """When the streams have been collapsed for the last time in a graph."""
+def _chosen(kernels: Sequence[dict[str, Any]]) -> float:
+    """When the backbone's tokens have been chosen: its choice is the first of a graph."""
+    for event, following in zip(kernels, [*kernels[1:], None], strict=True):
+        if family(str(event["name"])) == "choice" and (
+            following is None or family(str(following["name"])) != "choice"
+        ):
+            return float(event["ts"])
+    return math.inf
+
+
+def _head(kernels: Sequence[dict[str, Any]], before: float) -> float:
+    """When the streams have been collapsed for the last time in a graph, before some time."""
     collapses = [
-        float(event["ts"]) for event in kernels if family(str(event["name"])) == "hyper_connection"
+        float(event["ts"])
+        for event in kernels
+        if family(str(event["name"])) == "hyper_connection" and float(event["ts"]) < before
     ]
-    return collapses[-1] + 1e-3 if collapses else float("inf")
+    return collapses[-1] + 1e-3 if collapses else math.inf
 
 
 def _part(name: str) -> str:

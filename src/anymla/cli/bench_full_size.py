@@ -41,6 +41,11 @@ _BAR_US = 8000.0
 )
 @click.option("--draft-tokens", type=click.IntRange(min=1), help="Default: the drafter's block.")
 @click.option("--steps", default=24, show_default=True, type=click.IntRange(min=1), help="Timed.")
+@click.option(
+    "--split-experts",
+    is_flag=True,
+    help="Some channels of every routed expert on each rank (tensor parallel), not whole ones.",
+)
 @all_reduce_option
 def full_size(
     json_file: Path | None,
@@ -53,6 +58,7 @@ def full_size(
     contexts: tuple[int, ...],
     draft_tokens: int | None,
     steps: int,
+    split_experts: bool,
     all_reduce: str,
 ) -> None:
     """Time decode steps of a whole model with random weights, on torchrun's ranks or on one.
@@ -72,11 +78,13 @@ def full_size(
         ranks = shared_ranks(all_reduce, here, kind)
         guessed = draft_tokens or config.default_draft_tokens
         label = f"{model}, {config.num_hidden_layers} layers, {config.n_routed_experts} experts"
-        label = f"{label}, {ranks.size} ranks, {dtype}"
+        label = f"{label}, {ranks.size} ranks, {dtype}{', experts split' * split_experts}"
         whole = model == "flash-0731" and layers is None and experts is None
 
         def results() -> Iterator[Result]:
-            make = functools.partial(bench.random_share, config, here, ranks, dtype=kind)
+            make = functools.partial(
+                bench.random_share, config, here, ranks, dtype=kind, share_channels=split_experts
+            )
             network, made = bench.model_made(make, label)
             yield made
             if ranks.size > 1:
@@ -95,7 +103,7 @@ def full_size(
             )
 
         facts = gpu_facts() if device == "cuda" else environment(command_line())
-        facts |= {"ranks": ranks.size, "one_shot_sums": ranks.one_shot is not None}
+        facts |= {"ranks": ranks.size, "one_shot_sums": ranks.peers is not None}
         tell(
             results(),
             None if ranks.rank else json_file,

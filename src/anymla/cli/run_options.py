@@ -21,7 +21,7 @@ from anymla.layers.ranks import Ranks
 from anymla.model.drafts import Drafts
 from anymla.model.load import DTYPES, load_model
 from anymla.model.transformer import Transformer
-from anymla.runtime.launch import joined, launched, local_device, with_one_shot_sums
+from anymla.runtime.launch import joined, launched, local_device, with_peer_memory
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.conformance.ops import all_backends
@@ -103,7 +103,7 @@ class RunOptions:
 def shared_ranks(all_reduce: str, device: torch.device, dtype: torch.dtype) -> Ranks:
     """Torchrun's ranks, which add activations of ``dtype`` as ``--all-reduce`` says."""
     ranks = launched()
-    return with_one_shot_sums(ranks, device, dtype) if all_reduce == "auto" else ranks
+    return with_peer_memory(ranks, device, dtype) if all_reduce == "auto" else ranks
 
 
 all_reduce_option = click.option(

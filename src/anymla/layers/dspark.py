@@ -77,7 +77,8 @@ class MarkovHead(nn.Module):
 
     Attributes:
         w1: [vocab, rank], a row for the token before.
-        w2: [vocab, rank], float32 or the activations' dtype; its products with that row are added.
+        w2: [vocab, rank], float32 or the activations' dtype, or this rank's part of the vocabulary;
+            its products with that row are added.
         confidence: float32 [1, hidden + rank], or None.
     """
 
@@ -90,29 +91,42 @@ class MarkovHead(nn.Module):
         self.confidence = confidence
         self.backend = backend
 
-    def forward(self, h: Tensor, base: Tensor, anchors: Tensor, choose: Choose) -> BlockGuess:
+    def guess(self, anchors: Tensor, count: int, choose: Choose) -> tuple[Tensor, list[Tensor]]:
         """Guess from left to right; each choice is the token before the next.
 
         Args:
-            h: [R, n, hidden], the block's collapsed streams, not normed.
-            base: float32 [R, n, vocab], their logits.
             anchors: int64 [R].
-            choose: from logits [R, vocab] of row i, and i, to ids int64 [R]. An id past the
-                vocabulary counts as its last one here, and is returned as it is.
+            count: number of guesses.
+            choose: from the row [R, rank] of the token before guess i, and i, to ids int64 [R]. An
+                id past the vocabulary counts as its last one here, and is returned as it is.
+
+        Returns:
+            The guesses [R, count], and the rows that they were made with.
         """
         tokens, rows, before = [], [], anchors
-        for i in range(h.shape[1]):
-            rows.append(self.w1[before.clamp(max=len(self.w1) - 1)])
-            before = choose(base[:, i] + self._product(rows[i], self.w2), i)
+        for i in range(count):
+            # Where launches are only compiled, nobody has written a choice.
+            rows.append(self.w1[before.clamp(0, len(self.w1) - 1)])
+            before = choose(rows[i], i)
             tokens.append(before)
-        if self.confidence is None:
-            return BlockGuess(torch.stack(tokens, 1), base.new_ones(base.shape[:2]))
-        features = torch.cat((h, torch.stack(rows, 1)), -1).float()
-        survival = self._product(features, self.confidence).squeeze(-1).sigmoid().cumprod(1)
-        return BlockGuess(torch.stack(tokens, 1), survival)
+        return torch.stack(tokens, 1), rows
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        out: Tensor = linear_float32(x, weight, backend=plain_backend(self.backend))
+    def survival(self, h: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """Predicted chances that guesses and all before them are right, float32 [R, n].
+
+        Args:
+            h: [R, n, hidden], the block's collapsed streams, not normed.
+            rows: as ``guess`` returned them.
+        """
+        if self.confidence is None:
+            return torch.ones(h.shape[:2], device=h.device)
+        features = torch.cat((h, torch.stack(list(rows), 1)), -1).float()
+        sure = linear_float32(features, self.confidence, backend=plain_backend(self.backend))
+        return sure.squeeze(-1).sigmoid().cumprod(1)
+
+    def product(self, row: Tensor) -> Tensor:
+        """What the token before adds to the logits here, float32 [R, vocab], by its row."""
+        out: Tensor = linear_float32(row, self.w2, backend=plain_backend(self.backend))
         return out
 
 

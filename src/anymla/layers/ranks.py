@@ -3,60 +3,89 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed
 
-_ALIGNMENT = 16  # bytes that a thread of the one-shot kernel moves
+from anymla.ops._inboxes import TURNS, Inboxes, blank_word, word_dtype
+
+# A row's largest logit, its token, and the log-sum of exponentials: ``ops.choice.best_logits``.
+Best: TypeAlias = tuple[Tensor, Tensor, Tensor]
+# Elements and words that one program exchanges, and rows that choices are exchanged of.
+_SUM_SLICE, _CHOICE_WORDS, _MOST_CHOICES = 1024, 4, 1024
+
 # Its name from torch 2.13 on, and before.
 _all_gather: Any = getattr(distributed, "all_gather_single", None)
 _all_gather = _all_gather or distributed.all_gather_into_tensor
 
 
-class OneShotSums:
-    """Sums of small tensors in one kernel, which reads all ranks' from their devices' memory.
+class PeerMemory:
+    """Exchange of small tensors through the memory of the ranks' devices, each in one kernel.
 
-    For devices of one machine that read each other's. A call of few rows takes as long as two
-    barriers between the devices, where a ring goes round. torch's own kernel (symmetric memory)
-    adds in the order of the ranks, so that all have the same bits.
+    For devices of one machine that reach each other's memory, where it takes as long as a write
+    to another device does; see ``ops._inboxes``.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, num_bytes: int) -> None:
         """Allocate memory that the others see; to be called by all ranks at a time.
 
         Args:
-            dtype: of the tensors.
-            device: of this rank.
-            num_bytes: of the largest tensor.
+            dtype: dtype of the tensors that are added.
+            device: device of this rank.
+            num_bytes: bytes of the largest tensor that is added.
 
         Raises:
             RuntimeError: the devices cannot share memory.
         """
-        from torch.distributed import _symmetric_memory as symmetric
-
-        assert distributed.group.WORLD is not None
-        self._group: str = distributed.group.WORLD.group_name
-        self._buffer = symmetric.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
-        symmetric.rendezvous(self._buffer, self._group)
+        self._dtype = dtype
+        self._sums = _inboxes(dtype, device, num_bytes // dtype.itemsize, _SUM_SLICE)
+        self._choices = _inboxes(
+            torch.float32, device, _CHOICE_WORDS * _MOST_CHOICES, _CHOICE_WORDS
+        )
+        torch.cuda.synchronize(device)
+        distributed.barrier()
 
     def takes(self, partial: Tensor) -> bool:
-        """Whether a tensor is of the kind and size that this is for."""
+        """Whether a tensor is of the kind and size that ``total`` adds."""
         return (
-            partial.dtype == self._buffer.dtype
-            and 0 < partial.nbytes <= self._buffer.nbytes
-            and partial.nbytes % _ALIGNMENT == 0
-            and partial.data_ptr() % _ALIGNMENT == 0
+            partial.dtype == self._dtype
+            and 0 < partial.numel() <= self._sums.capacity
             and partial.is_contiguous()
         )
 
-    def __call__(self, partial: Tensor) -> Tensor:
-        """The sum, in the place of ``partial``."""
-        shared = self._buffer[: partial.numel()].view(partial.shape)
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy_out(
-            shared, partial, "sum", self._group, partial
-        )
-        return total
+    def total(self, partial: Tensor) -> Tensor:
+        """Sum of every rank's tensor."""
+        from anymla.ops._triton_rank_sum import sum_over_ranks
+
+        return sum_over_ranks(partial, self._sums)
+
+    def best(self, best: Best, *, first: int, vocab: int) -> tuple[Tensor, Tensor] | None:
+        """See ``Ranks.best``; None for more rows than are exchanged here."""
+        from anymla.ops.choice.triton_ranks import best_over_ranks
+
+        if len(best[0]) > _MOST_CHOICES or best[0].dtype != torch.float32:
+            return None
+        return best_over_ranks(best, self._choices, first=first, vocab=vocab)
+
+
+def _inboxes(dtype: torch.dtype, device: torch.device, words: int, step: int) -> Inboxes:
+    """Blank inboxes on all ranks, for as many words from each, ``step`` of them a program."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    assert distributed.group.WORLD is not None
+    word, size = word_dtype(dtype), distributed.get_world_size()
+    memory = symmetric.empty(TURNS * size * words, dtype=word, device=device)
+    memory.fill_(blank_word(word))
+    handle = symmetric.rendezvous(memory, distributed.group.WORLD.group_name)
+    return Inboxes(
+        torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+        torch.zeros(words // step, dtype=torch.int32, device=device),
+        words,
+        distributed.get_rank(),
+        word,
+        (memory, handle),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +96,21 @@ class Ranks:
         rank: number of this process.
         size: how many there are; 1 for a model that is whole.
         group: process group of torch.distributed; None for the default one.
-        one_shot: adds what it takes, in place of the group; None: the group adds everything.
+        peers: memory through which small tensors are exchanged in place of the group; None: the
+            group does everything.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    one_shot: OneShotSums | None = None
+    peers: PeerMemory | None = None
 
     def total(self, partial: Tensor) -> Tensor:
         """Sum of every rank's tensor, the same bits on all; ``partial`` may be overwritten."""
         if self.size == 1:
             return partial
-        if self.one_shot is not None and self.one_shot.takes(partial):
-            return self.one_shot(partial)
+        if self.peers is not None and self.peers.takes(partial):
+            return self.peers.total(partial)
         distributed.all_reduce(partial, group=self.group)
         return partial
 
@@ -91,6 +121,32 @@ class Ranks:
         parts = part.new_empty((self.size * len(part), *part.shape[1:]))
         _all_gather(parts, part.contiguous(), group=self.group)
         return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+
+    def best(self, best: Best, *, first: int, vocab: int) -> tuple[Tensor, Tensor]:
+        """The best of all ranks' best tokens, the same bits on all ranks.
+
+        Args:
+            best: as ``ops.choice.best_logits`` gives them for a part of the vocabulary each.
+            first: token of this rank's first logit.
+            vocab: tokens of all parts.
+
+        Returns:
+            Tokens int64 [n], ``vocab`` for a row without a finite largest logit, and their
+            log-probabilities [n].
+        """
+        value, token, log_sum = best
+        if self.size > 1:
+            if self.peers is not None:
+                found = self.peers.best(best, first=first, vocab=vocab)
+                if found is not None:
+                    return found
+            values, log_sums = (self.gathered(each.unsqueeze(1)) for each in (value, log_sum))
+            tokens = self.gathered((token + first).unsqueeze(1))
+            rank = values.argmax(1, keepdim=True)  # a NaN is larger than all; the first of equals
+            value, token = (each.gather(1, rank).squeeze(1) for each in (values, tokens))
+            log_sum = log_sums.logsumexp(1)
+        # In fewer launches than isfinite.
+        return torch.where(value - value == 0, token, vocab), value - log_sum
 
     def agreed(self, values: Tensor) -> Tensor:
         """Rank 0's tensor, on all ranks; ``values`` may be overwritten. See ``agree``."""

@@ -55,6 +55,7 @@ class Builder:
         dtype: dtype of the activations.
         ranks: the processes that share the network.
         ngrams: what a model with a memory of n-grams needs besides its weights, or None.
+        share_channels: each rank has some channels of every routed expert; else some experts whole.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Builder:
         backend: str | None,
         ranks: Ranks = ALONE,
         ngrams: Ngrams | None = None,
+        share_channels: bool = False,
     ) -> None:
         self.config = config
+        self.share_channels = share_channels
         self.ngrams = ngrams
         self.dtype = dtype
         self.device = device
@@ -179,7 +182,7 @@ class Builder:
             head=self.leaving_head(last),
             markov=MarkovHead(
                 w1=self.weights.read(w1).to(self.dtype),
-                w2=self.weights.logits_weight(w2),
+                w2=self.weights.logits_weight(w2, self.vocabulary()),
                 confidence=self.weights.float32(confidence) if config.confidence else None,
                 backend=self.backend,
             ),
@@ -319,14 +322,20 @@ class Builder:
         )
         # As stored even in float32: the experts are nearly all of a checkpoint, and only the few
         # that a token visits are worth converting.
-        here = self.ranks.share(experts)
+        here, inner = self.ranks.share(experts), None
+        if self.share_channels:
+            here, inner = range(experts), self.ranks.share(config.moe_intermediate_size)
         names = [f"{prefix}experts.{expert}." for expert in here]
+
+        def weights(of: str, **part: range | None) -> ExpertWeights:
+            return ExpertWeights.of([self.weights.of_expert(name + of, **part) for name in names])
+
         return MixtureOfExperts(
             index=spec.index,
             router=router,
-            w1=ExpertWeights.of([self.weights.read_linear(name + "w1") for name in names]),
-            w2=ExpertWeights.of([self.weights.read_linear(name + "w2") for name in names]),
-            w3=ExpertWeights.of([self.weights.read_linear(name + "w3") for name in names]),
+            w1=weights("w1", rows=inner),
+            w2=weights("w2", columns=inner),
+            w3=weights("w3", rows=inner),
             shared=self.shared_expert(prefix + "shared_experts."),
             limit=config.swiglu_limit,
             quantize_activations=self.weights.quantize_activations,

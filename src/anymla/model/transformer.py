@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import LayerCache
 from anymla.layers.decoder import DecoderLayer
-from anymla.layers.dspark import BlockDrafter, BlockGuess, Choose, Taps
+from anymla.layers.dspark import BlockDrafter, BlockGuess, Taps
 from anymla.layers.engram import Engram
 from anymla.layers.hyper_connection import DelayedHead, HyperConnectionHead, Streams
 from anymla.layers.mtp import DraftLayer
-from anymla.layers.ranks import ALONE, Ranks
+from anymla.layers.ranks import ALONE, Best, Ranks
 from anymla.layers.spec import LayerSpec
 from anymla.layers.step import Step
 from anymla.model.config import ModelConfig
+from anymla.ops.choice import best_logits
 from anymla.ops.linear import linear_float32
 from anymla.ops.linear.config import plain_backend
 
@@ -154,6 +155,26 @@ class Transformer(nn.Module):
         return self._logits(self.head(h))
 
     @torch.no_grad()
+    def best(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """The most probable next tokens of backbone streams, the same on all ranks.
+
+        Args:
+            h: [n, N, hidden].
+
+        Returns:
+            Tokens int64 [n], ``vocab_size`` where logits have no finite largest, and their
+            log-probabilities [n].
+        """
+        return self._best(self._logits_here(self.head(h)))
+
+    @torch.no_grad()
+    def best_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """``best`` of logits [n, vocab]."""
+        choice = self._choice(logits)
+        tokens, logprobs = ALONE.best(choice, first=0, vocab=self.config.vocab_size)
+        return tokens if self._shares_vocabulary else self.ranks.agreed(tokens), logprobs
+
+    @torch.no_grad()
     def mtp_forward(
         self, h: Tensor, next_ids: Tensor, step: Step, cache: LayerCache, draft: int = 0
     ) -> Tensor:
@@ -201,24 +222,73 @@ class Transformer(nn.Module):
         return out
 
     @torch.no_grad()
-    def guess_block(self, h: Tensor, anchors: Tensor, choose: Choose) -> BlockGuess:
+    def guess_block(
+        self, h: Tensor, anchors: Tensor, choose: Callable[[Tensor, int], Tensor]
+    ) -> BlockGuess:
         """Guess the tokens behind the anchors.
 
         Args:
             h: [R, n, hidden], the first rows of each block as ``block_forward`` returned them.
             anchors: int64 [R].
-            choose: see ``MarkovHead.forward``.
+            choose: from logits [R, vocab] of guess i, and i, to ids int64 [R]; see
+                ``MarkovHead.guess``.
         """
         assert self.dspark is not None
-        guess: BlockGuess = self.dspark.markov(
-            h, self._logits(self.dspark.head.normed(h)), anchors, choose
-        )
-        return guess
+        markov = self.dspark.markov
+        base = self._logits(self.dspark.head.normed(h))
+
+        def chosen(row: Tensor, i: int) -> Tensor:
+            return choose(base[:, i] + self._whole(markov.product(row)), i)
+
+        tokens, rows = markov.guess(anchors, h.shape[1], chosen)
+        return BlockGuess(tokens, markov.survival(h, rows))
+
+    @torch.no_grad()
+    def guess_best_block(self, h: Tensor, anchors: Tensor) -> Tensor:
+        """The best guesses behind the anchors, int64 [R, n]; see ``guess_block``.
+
+        Nobody has the logits of the whole vocabulary.
+        """
+        assert self.dspark is not None
+        markov = self.dspark.markov
+        base = self._logits_here(self.dspark.head.normed(h))
+
+        def best(row: Tensor, i: int) -> Tensor:
+            return self._best(base[:, i], row, markov.w2)[0]
+
+        tokens: Tensor = markov.guess(anchors, h.shape[1], best)[0]
+        return tokens
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings [T, hidden] of int64 ids [T], in the activations' dtype."""
         return self.embedding[token_ids].to(self.dtype)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    @property
+    def _shares_vocabulary(self) -> bool:
+        """Whether each rank has the logits of a part of the vocabulary."""
+        return len(self.lm_head) < self.config.vocab_size
+
+    def _logits_here(self, x: Tensor) -> Tensor:
+        """This rank's logits, float32, of normed streams [..., hidden]."""
         out: Tensor = linear_float32(x, self.lm_head, backend=plain_backend(self.backend))
-        return out if out.shape[-1] == self.config.vocab_size else self.ranks.gathered(out)
+        return out
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self._whole(self._logits_here(x))
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Logits of the whole vocabulary, of those that this rank has."""
+        return self.ranks.gathered(logits) if self._shares_vocabulary else logits
+
+    def _choice(self, logits: Tensor, *term: Tensor) -> Best:
+        best: Best = best_logits(logits, *term, backend=self.backend)
+        return best
+
+    def _best(self, logits: Tensor, *term: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens of this rank's logits and the others', with a low-rank term added."""
+        choice, vocab = self._choice(logits, *term), self.config.vocab_size
+        if self._shares_vocabulary:
+            first = self.ranks.rank * len(self.lm_head)
+            return self.ranks.best(choice, first=first, vocab=vocab)
+        tokens, logprobs = ALONE.best(choice, first=0, vocab=vocab)
+        return self.ranks.agreed(tokens), logprobs

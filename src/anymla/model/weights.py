@@ -77,6 +77,18 @@ class Weights:
             return packed.with_float_scales()
         return packed
 
+    def of_expert(
+        self, name: str, *, rows: range | None = None, columns: range | None = None
+    ) -> PackedWeight:
+        """A routed expert's weight as stored, or some of its outputs or inputs."""
+        packed = self.read_linear(name)
+        if rows is not None:
+            packed = packed.rows(rows)
+            if self.device.type != "cpu":  # as above
+                scale = None if packed.scale is None else packed.scale.clone()
+                packed = dataclasses.replace(packed, weight=packed.weight.clone(), scale=scale)
+        return packed if columns is None else packed.columns(columns)
+
     def as_stored(self, name: str) -> Tensor:
         """A linear weight as a tensor: plain ones as stored, others decoded to float32."""
         packed = self.read_linear(name)

@@ -14,6 +14,7 @@ from anymla.layers.rows import GroupStep, Rows
 from anymla.layers.spec import CONTEXT_ROWS, WINDOW_GROUP
 from anymla.layers.step import Step
 from anymla.ops.selection import window_rows
+from anymla.runtime.device_step import numbers
 
 
 def block_step(
@@ -51,18 +52,20 @@ def block_step(
     """
     requests, device = len(anchors), anchors.device
     count = requests * size
-    request = torch.arange(requests, dtype=torch.int32, device=device)
-    slots = torch.arange(count, device=device)
-    own = slots.int().view(requests, 1, size).expand(-1, size, -1).reshape(count, size)
-    lengths = torch.full((count,), size, dtype=torch.int32, device=device)
+    request = numbers(0, requests, torch.int32, device)
     pages = request.unsqueeze(1)
-    is_valid = torch.ones(count, dtype=torch.bool, device=device)
-    if present is not None:
-        is_valid = present.repeat_interleave(size, output_size=count)
+    slots = numbers(0, count, torch.int64, device)
+    own = numbers(0, count, torch.int32, device).view(requests, 1, size).expand(-1, size, -1)
+    if present is None:
+        is_valid = torch.ones(count, dtype=torch.bool, device=device)
+        lengths = torch.full((count,), size, dtype=torch.int32, device=device)
+    else:
         request = torch.where(present, request, -1)
+        is_valid = present.unsqueeze(1).expand(-1, size).reshape(count)
         slots = torch.where(is_valid, slots, -1)
-        own = torch.where(is_valid.unsqueeze(1), own, -1)
-        lengths = lengths * is_valid
+        own = torch.where(present.view(requests, 1, 1), own, -1)
+        lengths = is_valid * numbers(size, size + 1, torch.int32, device)
+    own = own.reshape(count, size)
     seen = window_rows(
         last,
         request,
@@ -73,14 +76,14 @@ def block_step(
     )
     token_ids = torch.full((requests, size), noise_token_id, device=device)
     token_ids[:, 0] = anchors
-    ahead = torch.arange(1, size + 1, device=device)
+    ahead = numbers(1, size + 1, torch.int64, device)
     return Step(
         token_ids=token_ids.flatten(),
         positions=(last.unsqueeze(1) + ahead).flatten(),
         token_to_req=request.repeat_interleave(size, output_size=count),
         is_valid=is_valid,
         seq_lens=(last + 1 + size).int(),
-        query_start_loc=torch.arange(0, count + 1, size, dtype=torch.int32, device=device),
+        query_start_loc=numbers(0, count + 1, torch.int32, device, size),
         query_lens=(size,) * requests,
         num_decodes=requests,
         max_seq_len=max_seq_len + size,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,6 +20,24 @@ from anymla.runtime.upload import upload
 _COLUMN_STEP = 16
 
 
+def joint_tables(
+    groups: Sequence[CacheGroup], *, max_requests: int, max_seq_len: int, device: torch.device
+) -> tuple[Tensor, dict[str, range]]:
+    """The tables of all groups side by side, so that one access reaches a request's in all of them.
+
+    Returns:
+        int32 [max_requests + 1, columns], null pages, and the columns of each group by its name.
+    """
+    counts = [_in_steps(ceil_div(max_seq_len, group.tokens_per_page)) for group in groups]
+    ends = list(accumulate(counts))
+    columns = {
+        group.name: range(end - count, end)
+        for group, count, end in zip(groups, counts, ends, strict=True)
+    }
+    shape = max_requests + 1, ends[-1]
+    return torch.full(shape, NULL_PAGE, dtype=torch.int32, device=device), columns
+
+
 class BlockTable:
     """Tables int32 [max_requests + 1, columns] on the device, and the pages held, on the host.
 
@@ -27,24 +47,28 @@ class BlockTable:
     tables are next read.
 
     Attributes:
+        joint_columns: columns of the joint tables that are this group's.
         device_table: the tables, as of the last write.
     """
 
     def __init__(
-        self,
-        group: CacheGroup,
-        pool: PagePool,
-        *,
-        max_requests: int,
-        max_seq_len: int,
-        device: torch.device,
+        self, group: CacheGroup, pool: PagePool, tables: Tensor, joint_columns: range
     ) -> None:
+        """Hold no pages.
+
+        Args:
+            group: the cache group.
+            pool: the group's pages.
+            tables: see ``joint_tables``.
+            joint_columns: likewise.
+        """
         self.group = group
         self.pool = pool
-        self._columns = _in_steps(ceil_div(max_seq_len, group.tokens_per_page))
-        self.device_table = torch.full(
-            (max_requests + 1, self._columns), NULL_PAGE, dtype=torch.int32, device=device
-        )
+        self.joint_columns = joint_columns
+        self.device_table = tables[:, joint_columns.start : joint_columns.stop]
+        self._joint = tables
+        self._columns = len(joint_columns)
+        max_requests = len(tables) - 1
         self._first = [0] * max_requests
         self._pages: list[deque[int]] = [deque() for _ in range(max_requests)]
         self._changes: dict[tuple[int, int], int] = {}
@@ -95,9 +119,9 @@ class BlockTable:
         return len(self._changes)
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """The changes, for a caller that writes them: places in the flat table, and pages."""
-        columns = self.device_table.shape[1]
-        places = [row * columns + column for row, column in self._changes]
+        """The changes, for a caller that writes them: places in the joint tables, and pages."""
+        width, first = self._joint.shape[1], self.joint_columns.start
+        places = [row * width + first + column for row, column in self._changes]
         pages = list(self._changes.values())
         self._changes.clear()
         return places, pages
@@ -106,7 +130,7 @@ class BlockTable:
         """Write the changes to the device."""
         if self._changes:
             places, pages = upload(self.take_changes(), self.device_table.device)
-            self.device_table.view(-1).scatter_(0, places.long(), pages)
+            self._joint.view(-1).scatter_(0, places.long(), pages)
 
     def host_rows(self, rows: list[int], max_seq_len: int) -> NDArray[np.int32]:
         """``rows`` as a NumPy array, for a device that is the CPU."""

@@ -11,7 +11,7 @@ from anymla.formats.page_layout import get_layout
 from anymla.formats.state_layout import allocate_states
 from anymla.layers.caches import CacheFormat, LayerCache
 from anymla.layers.spec import LayerSpec
-from anymla.runtime.block_table import BlockTable
+from anymla.runtime.block_table import BlockTable, joint_tables
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.page_pool import PagePool
 from anymla.runtime.request import Request, RequestState
@@ -24,6 +24,7 @@ class CacheStore:
         groups: the cache groups of the layers.
         pools: free pages by group.
         tables: block tables by group.
+        joint_tables: those of all groups, side by side.
         layers: the cache tensors of each layer, in the order of ``specs``; those that several
             layers read are the same tensor.
         absent_row: row of the block tables for requests that are not there.
@@ -46,13 +47,12 @@ class CacheStore:
         self.absent_row = max_requests
         # One page more than can be used: the null page.
         self.pools = {group.name: PagePool(group.name, pages[group.name] + 1) for group in groups}
+        self.joint_tables, columns = joint_tables(
+            groups, max_requests=max_requests, max_seq_len=max_seq_len, device=device
+        )
         self.tables = {
             group.name: BlockTable(
-                group,
-                self.pools[group.name],
-                max_requests=max_requests,
-                max_seq_len=max_seq_len,
-                device=device,
+                group, self.pools[group.name], self.joint_tables, columns[group.name]
             )
             for group in groups
         }
@@ -101,11 +101,15 @@ class CacheStore:
                     f"which has {self.pools[name].capacity}"
                 )
 
+    def has_room(self, needs: Mapping[str, int]) -> bool:
+        """Whether a row and so many pages of each group are free."""
+        return bool(self._free_rows) and all(
+            self.pools[name].can_reserve(pages) for name, pages in needs.items()
+        )
+
     def admit(self, state: RequestState, needs: Mapping[str, int]) -> bool:
         """Give the request a row and reserve its worst case, if all of it is free."""
-        if not self._free_rows:
-            return False
-        if not all(self.pools[name].can_reserve(pages) for name, pages in needs.items()):
+        if not self.has_room(needs):
             return False
         state.row = self._free_rows.pop()
         self._reservations[state.row] = dict(needs)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.layers.dspark import BlockGuess
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
@@ -16,14 +18,40 @@ from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.draft_step import DraftStep
 from anymla.runtime.draft_width import draft_widths
 from anymla.runtime.dspark_step import DraftBlocks, DraftNoise, DSparkStep
-from anymla.runtime.fixed_step import FixedStep
-from anymla.runtime.forwarded import Forwarded
+from anymla.runtime.fixed_step import Carry, FixedStep
+from anymla.runtime.forwarded import Forwarded, rows_of
 from anymla.runtime.ngrams import NgramBuffers, NgramReader
 from anymla.runtime.options import EngineOptions
-from anymla.runtime.sampler import best_tokens
-from anymla.runtime.scoring import token_logprobs
 from anymla.runtime.span import Span
 from anymla.runtime.workspaces import reads_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A step that the device has been given; ``DecodeRunner.collect`` waits for its results.
+
+    Attributes:
+        step: what was launched.
+        bucket: its sizes.
+        requests: how many it is for.
+        follows: guesses behind its own choices are among the results.
+        hidden: [rows, N, D] on the device, until the next launch, as are logits and taps.
+        logits: float32 [rows, V]; None where the step follows its own choices.
+        taps: [rows, taps, D]; None without a DSpark drafter.
+        chosen: on the host, once ``ready``: best tokens, their log-probabilities and, where the
+            step drafts, guesses.
+        ready: recorded behind the copies to the host; None where nothing has to be waited for.
+    """
+
+    step: FixedStep
+    bucket: Bucket
+    requests: int
+    follows: bool
+    hidden: Tensor
+    logits: Tensor | None
+    taps: Tensor | None
+    chosen: tuple[Tensor, ...]
+    ready: torch.cuda.Event | None
 
 
 class DecodeRunner:
@@ -63,7 +91,7 @@ class DecodeRunner:
         self._options = options
         self._side = SideStream(store.device) if record else INLINE
         self._steps: dict[tuple[Bucket, bool], FixedStep] = {}
-        self._host: dict[tuple[Bucket, bool], tuple[Tensor, ...]] = {}
+        self._host: dict[FixedStep, list[tuple[Tensor, ...]]] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
         self._block_steps: dict[Bucket, DSparkStep] = {}
 
@@ -81,18 +109,16 @@ class DecodeRunner:
         """Set up buckets, the largest first, so that the others fit in its memory."""
         drafts = len(self._store.layers) > self._backbone_layers
         for bucket in reversed(buckets):
-            self._step(bucket, follows=False).prepare()
+            for follows in (False, True)[: 1 + (self._blocks is not None)]:
+                step = self._step(bucket, follows=follows)
+                self._keep(step, self._chosen(follows, step.prepare()))
             if self._blocks is not None:
-                self._step(bucket, follows=True).prepare()
                 self._block_step(self._blocks, bucket).prepare()
             elif drafts:
                 self._draft_step(bucket).prepare()
 
-    def run(self, spans: Sequence[Span]) -> Forwarded | None:
-        """Run the backbone; None if the spans fit no bucket, or prompts are among them.
-
-        The results last until the next run. What was chosen is on the host.
-        """
+    def launch(self, spans: Sequence[Span]) -> Launched | None:
+        """Run the backbone; None if the spans fit no bucket, or prompts are among them."""
         if not all(span.is_decode for span in spans):
             return None
         bucket = smallest(self.buckets, spans)
@@ -101,24 +127,106 @@ class DecodeRunner:
         # What sampled requests take is chosen on the host.
         greedy = all(span.state.request.sampling.is_greedy for span in spans)
         follows = self._blocks is not None and greedy
-        hidden, logits, best, logprobs, *more = self._step(bucket, follows=follows)(spans)
-        taps, *drafts = more or (None,)
-        best, logprobs, *drafts = self._on_host((bucket, follows), (best, logprobs, *drafts))
-        first_rows = range(0, bucket.tokens * len(spans), bucket.tokens)
-        return Forwarded(hidden, first_rows, logits, best, logprobs, taps, first_rows, *drafts)
+        step = self._step(bucket, follows=follows)
+        return self._launched(step, bucket, len(spans), follows, step(spans))
 
-    def _on_host(self, key: tuple[Bucket, bool], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copies of a step's results on the host, good until its next run, in one wait."""
-        if self._store.device.type != "cuda":
-            return results
-        if key not in self._host:
-            self._host[key] = tuple(
-                torch.empty_like(each, device="cpu", pin_memory=True) for each in results
-            )
-        for mine, each in zip(self._host[key], results, strict=True):
+    def launch_next(self, launched: Launched, spans: Sequence[Span]) -> Launched | None:
+        """Run the step behind one whose results are not known yet, for the same requests.
+
+        Their tokens are what that step chooses and guesses, which the device knows.
+
+        Args:
+            launched: the last step.
+            spans: the spans of its requests that go on.
+
+        Returns:
+            None if requests have ended, if the step may not fit the same bucket, or if choices are
+            the host's.
+        """
+        bucket = launched.bucket
+        if len(spans) < launched.requests or not self._carries(bucket):
+            return None
+        if not all(span.state.request.sampling.is_greedy for span in spans):
+            return None
+        stops = [
+            (span.state.row, min(span.stop + bucket.tokens, span.state.request.max_written))
+            for span in spans
+        ]
+        if any(stop > bucket.max_seq_len for _, stop in stops):
+            return None
+        results = launched.step.advance(stops)
+        return self._launched(launched.step, bucket, len(spans), launched.follows, results)
+
+    def collect(self, launched: Launched, rows: Sequence[int]) -> Forwarded:
+        """Wait for a step's results.
+
+        Args:
+            launched: the step. Where it drafts by itself, another may have been launched since,
+                and what is on the device is not this step's any more.
+            rows: which of its requests are wanted.
+        """
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        best, logprobs, *drafts = launched.chosen
+        first_rows = [row * launched.bucket.tokens for row in rows]
+        return Forwarded(
+            launched.hidden,
+            first_rows,
+            launched.logits,
+            best,
+            logprobs,
+            launched.taps,
+            first_rows,
+            *(rows_of(guesses, rows) for guesses in drafts),
+        )
+
+    def _carries(self, bucket: Bucket) -> bool:
+        """Whether a step's results say what the next one runs, whatever the host finds in them."""
+        options = self._options
+        return (
+            options.run_ahead
+            and bucket.tokens == 1 + options.draft_tokens
+            and not (options.adapt_drafts or options.least_survival)
+            and not self._model.engrams
+            and (self._blocks is not None or not options.draft_tokens)
+        )
+
+    def _launched(
+        self,
+        step: FixedStep,
+        bucket: Bucket,
+        requests: int,
+        follows: bool,
+        results: tuple[Tensor, ...],
+    ) -> Launched:
+        hidden, _, _, *more = results
+        logits = None if follows else more[0]
+        taps = None if self._blocks is None else more[0 if follows else 1]
+        chosen, ready = self._chosen(follows, results), None
+        if step not in self._host:
+            self._keep(step, chosen)
+        # A step's are read while the next one's arrive.
+        self._host[step].reverse()
+        kept = self._host[step][0]
+        for mine, each in zip(kept, chosen, strict=True):
             mine.copy_(each, non_blocking=True)
-        torch.cuda.current_stream(self._store.device).synchronize()
-        return self._host[key]
+        if self._store.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self._store.device))
+        return Launched(step, bucket, requests, follows, hidden, logits, taps, kept, ready)
+
+    @staticmethod
+    def _chosen(follows: bool, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The results that the host reads: best tokens, log-probabilities and guesses."""
+        return (*results[1:3], *results[4:]) if follows else results[1:3]
+
+    def _keep(self, step: FixedStep, chosen: tuple[Tensor, ...]) -> None:
+        """Allocate what the host reads of a step and of the one behind it."""
+        on_gpu = self._store.device.type == "cuda"
+        self._host[step] = [
+            tuple(torch.empty_like(each, device="cpu", pin_memory=on_gpu) for each in chosen)
+            for _ in range(2)
+        ]
 
     def draft(
         self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]
@@ -140,7 +248,7 @@ class DecodeRunner:
 
     def draft_blocks(
         self, spans: Sequence[Span], taps: Tensor, rows: Sequence[int], noise: DraftNoise | None
-    ) -> BlockGuess | None:
+    ) -> Tensor | None:
         """Write the context of final tokens and guess behind them; None if they fit no bucket.
 
         Args:
@@ -150,7 +258,7 @@ class DecodeRunner:
             noise: of the spans' requests.
 
         Returns:
-            Of span i in row i. Lasts until the next run.
+            Guesses int64 [R, n] of span i in row i, see ``DraftBlocks.guess``, until the next run.
         """
         bucket = smallest(self.buckets, spans)
         if bucket is None:
@@ -164,29 +272,50 @@ class DecodeRunner:
             self._steps[bucket, follows] = FixedStep(
                 self._store,
                 bucket,
-                self._backbone_and_drafts if follows else self._backbone,
+                functools.partial(
+                    self._backbone_and_drafts if follows else self._backbone, self._carries(bucket)
+                ),
                 record=self._record,
                 backend=self._model.backend,
                 pool=self._pool,
                 side=self._queue(bucket),
                 reads=reads_in(self._model, self._store, bucket),
                 ngrams=self._ngrams.first(bucket.rows),
+                carries=self._carries(bucket) and (follows or self._blocks is None),
             )
         return self._steps[bucket, follows]
 
-    def _backbone(self, step: Step) -> tuple[Tensor, ...]:
+    def _backbone(self, carries: bool, step: Step) -> tuple[Any, ...]:
+        hidden, *taps = self._forward(step)
+        logits = self._model.logits(hidden)
+        best, logprobs = self._model.best_of(logits)
+        out = hidden, best, logprobs, logits, *taps
+        if not carries or self._blocks is not None:
+            return out
+        tokens = best.view(step.num_decodes, -1)
+        return *out, Carry(self._token_or_end(tokens), torch.ones_like(tokens[:, 0]))
+
+    def _backbone_and_drafts(self, carries: bool, step: Step) -> tuple[Any, ...]:
+        assert self._blocks is not None
+        hidden, taps = self._forward(step)
+        best, logprobs = self._model.best(hidden)
+        followed = self._blocks.follow(step, best, taps)
+        out = hidden, best, logprobs, taps, followed.drafts
+        if not carries:
+            return out
+        tokens = torch.cat((followed.anchors.unsqueeze(1), followed.drafts), 1)
+        return *out, Carry(self._token_or_end(tokens), followed.right + 1)
+
+    def _forward(self, step: Step) -> tuple[Tensor, ...]:
+        """The backbone's streams, and the taps if a drafter wants them."""
         taps = None if self._blocks is None else self._blocks.taps(len(step.token_ids))
         caches = self._store.layers[: self._backbone_layers]
         hidden = self._model.forward(step, caches, taps=taps)
-        logits = self._model.logits(hidden)
-        best = self._model.ranks.agreed(best_tokens(logits))
-        results = hidden, logits, best, token_logprobs(logits, best)
-        return results if taps is None else (*results, taps.out)
+        return (hidden,) if taps is None else (hidden, taps.out)
 
-    def _backbone_and_drafts(self, step: Step) -> tuple[Tensor, ...]:
-        assert self._blocks is not None
-        *results, best, logprobs, taps = self._backbone(step)
-        return (*results, best, logprobs, taps, self._blocks.follow(step, best, taps))
+    def _token_or_end(self, tokens: Tensor) -> Tensor:
+        """Tokens of a ``Carry``, of choices that are no tokens where logits are no numbers."""
+        return torch.where(tokens < self._model.config.vocab_size, tokens, -1)
 
     def _draft_step(self, bucket: Bucket) -> DraftStep:
         if bucket not in self._drafts:

@@ -80,20 +80,7 @@ def device_step(
         reads: how layers read what queries of a request share, which have as many rows each; None:
             by slots.
     """
-    rows = len(batch.token_ids)
-    device = batch.token_ids.device
-    token_to_req = token_to_request(batch.first_rows, rows, backend=backend)
-    place = torch.arange(rows, device=device)
-    if batch.counts is None:
-        counts = batch.first_rows.diff()
-        positions = place + (batch.starts - batch.first_rows[:-1]).index_select(0, token_to_req)
-        is_valid = token_to_req >= 0
-    else:
-        counts = batch.counts
-        offset = place - batch.first_rows.index_select(0, token_to_req)
-        is_valid = offset < counts.index_select(0, token_to_req)
-        positions = torch.where(is_valid, offset + batch.starts.index_select(0, token_to_req), 0)
-        token_to_req = torch.where(is_valid, token_to_req, -1)
+    positions, token_to_req, is_valid, counts = _places_of_tokens(batch, sizes, backend)
 
     index_lens: dict[str, Tensor] = {}
     window = None
@@ -113,7 +100,8 @@ def device_step(
             )
         elif group.kind == "index":
             visible = (positions + 1) // group.ratio
-            if batch.counts is not None:
+            # Padding is at position 0, which closes no entry of several tokens.
+            if batch.counts is not None and group.ratio == 1:
                 visible = visible * is_valid
             index_lens[group.name] = visible.int()
         elif group.lists_entries(sizes.max_seq_len):
@@ -155,6 +143,41 @@ def device_step(
         chunks=chunks,
         shared=shared,
     )
+
+
+def _places_of_tokens(
+    batch: Batch, sizes: BatchSizes, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions int64 [T], requests int32 [T], which rows are tokens, and tokens a request [R].
+
+    Padding is at position 0 of request -1.
+    """
+    rows, device = len(batch.token_ids), batch.token_ids.device
+    if batch.counts is None:
+        token_to_req = token_to_request(batch.first_rows, rows, backend=backend)
+        starts = (batch.starts - batch.first_rows[:-1]).index_select(0, token_to_req)
+        positions = torch.arange(rows, device=device) + starts
+        return positions, token_to_req, token_to_req >= 0, batch.first_rows.diff()
+    if len(set(sizes.query_lens)) == 1:
+        offset = numbers(0, sizes.query_lens[0], torch.int64, device)
+        request = numbers(1, 1 + len(sizes.query_lens), torch.int32, device)
+        is_token = offset < batch.counts.unsqueeze(1)
+        positions = (batch.starts.unsqueeze(1) + offset) * is_token
+        token_to_req = request.unsqueeze(1) * is_token - 1
+        return positions.flatten(), token_to_req.flatten(), is_token.flatten(), batch.counts
+    token_to_req = token_to_request(batch.first_rows, rows, backend=backend)
+    offset = torch.arange(rows, device=device) - batch.first_rows.index_select(0, token_to_req)
+    is_token = offset < batch.counts.index_select(0, token_to_req)
+    positions = torch.where(is_token, offset + batch.starts.index_select(0, token_to_req), 0)
+    return positions, torch.where(is_token, token_to_req, -1), is_token, batch.counts
+
+
+@functools.cache
+def numbers(
+    first: int, stop: int, dtype: torch.dtype, device: torch.device, step: int = 1
+) -> Tensor:
+    """first, first + step, ... below stop, made once: recorded steps read it where it lies."""
+    return torch.arange(first, stop, step, dtype=dtype, device=device)
 
 
 def _chunks(

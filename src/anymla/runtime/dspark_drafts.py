@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from anymla.layers.dspark import BlockGuess, Taps
+from anymla.layers.dspark import Taps
 from anymla.layers.spec import WINDOW_GROUP
 from anymla.model.transformer import Transformer
 from anymla.runtime.decode_runner import DecodeRunner
@@ -106,7 +106,7 @@ class DSparkDrafter:
             taps = rows_of(forwarded.taps, source)
             guess = self._at_the_size_of_the_batch(followed, taps, drafting, noise)
         if guess is not None:
-            self._set_drafts(states, range(len(states)), guess.tokens)
+            self._set_drafts(states, range(len(states)), guess)
 
     def _at_the_size_of_the_batch(
         self,
@@ -114,7 +114,7 @@ class DSparkDrafter:
         taps: Tensor,
         drafting: Sequence[int],
         noise: DraftNoise | None,
-    ) -> BlockGuess | None:
+    ) -> Tensor | None:
         """Write the context of all that are followed; guess for some of them."""
         # Nothing attends in this step: prompts need no workspaces.
         step = self._planner.build(

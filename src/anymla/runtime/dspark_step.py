@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
 from anymla.layers.caches import LayerCache
-from anymla.layers.dspark import BlockGuess, Taps
+from anymla.layers.dspark import Taps
 from anymla.layers.rows import GroupStep
 from anymla.layers.side_stream import INLINE, SideStream
 from anymla.layers.spec import WINDOW_GROUP
@@ -60,6 +60,21 @@ class DraftNoise:
         ]
         temperatures = torch.tensor([each.temperature for each in samplings], dtype=torch.float32)
         return cls(to_device(temperatures, device), to_device(torch.tensor(keys), device))
+
+
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """The end of a step's verified tokens, and the guesses behind it.
+
+    Attributes:
+        anchors: int64 [R], the last token that each request's choices have made final.
+        drafts: int64 [R, count], see ``DraftBlocks.guess``.
+        right: int64 [R], drafts of the step that were right.
+    """
+
+    anchors: Tensor
+    drafts: Tensor
+    right: Tensor
 
 
 class DraftBlocks:
@@ -114,7 +129,7 @@ class DraftBlocks:
         """
         self._model.write_context(taps, step, self.stages)
 
-    def follow(self, step: Step, best: Tensor, taps: Tensor) -> Tensor:
+    def follow(self, step: Step, best: Tensor, taps: Tensor) -> Followed:
         """Draft behind what a step has just chosen, in which every request takes the best tokens.
 
         Nothing is asked of the host: how many drafts were right follows from the choices, which
@@ -125,28 +140,28 @@ class DraftBlocks:
             best: int64 [T], chosen behind each row.
             taps: [T, taps, hidden].
 
-        Returns:
-            int64 [R, count], see ``BlockGuess``.
         """
         ids, best, positions, is_valid = (
             each.view(step.num_decodes, -1)
             for each in (step.token_ids, best, step.positions, step.is_valid)
         )
-        right = (best[:, :-1] == ids[:, 1:]).cumprod(1).sum(1, keepdim=True)
-        is_final = is_valid & (torch.arange(ids.shape[1], device=ids.device) <= right)
+        right = (best[:, :-1] == ids[:, 1:]).cumprod(1).sum(1)
+        last = right.unsqueeze(1)
+        is_final = is_valid & (torch.arange(ids.shape[1], device=ids.device) <= last)
         context = step.groups[WINDOW_GROUP]
         slots = torch.where(is_final.flatten(), context.slot_mapping, -1)
         final = dataclasses.replace(context, slot_mapping=slots)
         self.write_context(taps, dataclasses.replace(step, groups={WINDOW_GROUP: final}))
+        chosen = best.gather(1, last).squeeze(1)
         guess = self.guess(
             context,
-            best.gather(1, right).squeeze(1).clamp(max=self._model.config.vocab_size - 1),
-            positions.gather(1, right).squeeze(1),
+            chosen.clamp(max=self._model.config.vocab_size - 1),
+            positions.gather(1, last).squeeze(1),
             step.max_seq_len,
             present=is_valid[:, 0],
             side=step.side,
         )
-        return guess.tokens
+        return Followed(chosen, guess, right)
 
     def guess(
         self,
@@ -158,7 +173,7 @@ class DraftBlocks:
         noise: DraftNoise | None = None,
         present: Tensor | None = None,
         side: SideStream = INLINE,
-    ) -> BlockGuess:
+    ) -> Tensor:
         """Run one block a request.
 
         Args:
@@ -171,8 +186,8 @@ class DraftBlocks:
             side: see ``Step``.
 
         Returns:
-            ``count`` guesses each; ``tokens`` is V where the logits have no finite best, and where
-            a guess is not wanted. All ranks have rank 0's.
+            int64 [R, count], V where the logits have no finite best, and where a guess is not
+            wanted; the same on all ranks.
         """
         assert self._model.dspark is not None
         step = block_step(
@@ -189,6 +204,9 @@ class DraftBlocks:
         h = self._model.block_forward(dataclasses.replace(step, side=side), self._caches)
         h = h.unflatten(0, (len(anchors), self.size))[:, : self.count].contiguous()
 
+        if noise is None and not self.least_survival:
+            return self._model.guess_best_block(h, anchors)
+
         def choose(logits: Tensor, i: int) -> Tensor:
             if noise is None:
                 return best_tokens(logits)
@@ -197,7 +215,7 @@ class DraftBlocks:
         guess = self._model.guess_block(h, anchors, choose)
         vocab = self._model.config.vocab_size
         wanted = torch.where(guess.survival >= self.least_survival, guess.tokens, vocab)
-        return dataclasses.replace(guess, tokens=self._model.ranks.agreed(wanted))
+        return self._model.ranks.agreed(wanted)
 
 
 class DSparkStep:
@@ -253,7 +271,7 @@ class DSparkStep:
 
     def run(
         self, spans: Sequence[Span], taps: Tensor, rows: Sequence[int], noise: DraftNoise | None
-    ) -> BlockGuess:
+    ) -> Tensor:
         """See ``DecodeRunner.draft_blocks``; the results last until the next run."""
         index = [0] * self._bucket.rows
         source = iter(rows)
@@ -268,8 +286,8 @@ class DSparkStep:
         else:
             self._noise.temperatures[: len(spans)].copy_(noise.temperatures)
             self._noise.keys[: len(spans)].copy_(noise.keys)
-        tokens, survival = self._step(spans)
-        return BlockGuess(tokens[: len(spans)], survival[: len(spans)])
+        (guesses,) = self._step(spans)
+        return guesses[: len(spans)]
 
     def _body(self, step: Step) -> tuple[Tensor, ...]:
         self._blocks.write_context(self._taps, step)
@@ -285,4 +303,4 @@ class DSparkStep:
             present=counts > 0,
             side=step.side,
         )
-        return guess.tokens, guess.survival
+        return (guess,)

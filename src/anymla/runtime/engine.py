@@ -15,7 +15,7 @@ from anymla.ops.streams import Workspace
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_groups import cache_groups
 from anymla.runtime.cache_store import CacheStore
-from anymla.runtime.decode_runner import decode_mode, decode_runner
+from anymla.runtime.decode_runner import DecodeRunner, Launched, decode_mode, decode_runner
 from anymla.runtime.draft_width import DraftWidth
 from anymla.runtime.dspark_drafts import DSparkDrafter
 from anymla.runtime.dspark_step import DraftBlocks
@@ -33,7 +33,7 @@ from anymla.runtime.sizing import (
     pool_sizes,
     running_specs,
 )
-from anymla.runtime.span import Span
+from anymla.runtime.span import Span, decode_span
 from anymla.runtime.speculation import Drafter, MtpDrafter
 from anymla.runtime.step_plan import StepPlanner
 from anymla.runtime.warm_up import WarmUp
@@ -53,6 +53,23 @@ class StepReport:
     prompt_tokens: int
     new_tokens: dict[str, list[int]]
     finished: list[Completion]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ahead:
+    """A step that was launched before the tokens of the one in front of it were known.
+
+    Attributes:
+        states: its requests, some of which may have ended since.
+        launched: the step.
+    """
+
+    states: list[RequestState]
+    launched: Launched
+
+    def unfinished(self) -> list[int]:
+        """Places of the requests that go on."""
+        return [place for place, state in enumerate(self.states) if state.finish_reason is None]
 
 
 class Engine:
@@ -135,6 +152,7 @@ class Engine:
             self._blocks = DraftBlocks(model, self.store, options)
         self._runner = decode_runner(model, self.store, options, self._blocks)
         self._states: dict[str, RequestState] = {}
+        self._ahead: _Ahead | None = None
         # Tokens and requests of steps whose tensors the operations have accepted.
         self._checked_sizes: set[tuple[int, int]] = set()
         self._backbone_layers = model.config.num_hidden_layers
@@ -238,13 +256,27 @@ class Engine:
     def step(self) -> StepReport:
         """Run one batch of tokens; reports nothing if no request is left."""
         begin = time.perf_counter()
-        spans = self.scheduler.next_spans()
+        ahead, self._ahead = self._ahead, None
+        rows = [] if ahead is None else ahead.unfinished()
+        if rows:
+            assert ahead is not None
+            spans, launched = [decode_span(ahead.states[row]) for row in rows], ahead.launched
+        else:
+            spans, launched = self.scheduler.next_spans(), None
+            rows = list(range(len(spans)))
         if not spans:
             assert not self._states, "requests wait, but none runs"
             return StepReport(0, {}, [])
         sizes = sum(len(span.token_ids) for span in spans), len(spans)
         with self.workspace.active(), skip_checks(sizes in self._checked_sizes):
-            forwarded = self._forward(spans)
+            runner = self._runner
+            if launched is None and runner is not None:
+                launched = runner.launch(spans)
+            if runner is None or launched is None:
+                forwarded = self._forward(spans)
+            else:
+                self._ahead = self._launch_ahead(runner, spans, launched)
+                forwarded = runner.collect(launched, rows)
             score_prompts(self.model, spans, forwarded)
             new_tokens = choose_next(self.model, spans, forwarded)
             if self._drafter is not None:
@@ -302,11 +334,18 @@ class Engine:
         state.finish_reason = "stop"
         return self._finish(state)
 
+    def _launch_ahead(
+        self, runner: DecodeRunner, spans: Sequence[Span], launched: Launched
+    ) -> _Ahead | None:
+        """The step behind one that has been launched, if nothing but its tokens decides it."""
+        states = [span.state for span in spans]
+        goes_on = any(state.remaining > 1 for state in states)
+        if not goes_on or self.scheduler.running != states or self.scheduler.can_admit():
+            return None
+        following = runner.launch_next(launched, spans)
+        return None if following is None else _Ahead(states, following)
+
     def _forward(self, spans: Sequence[Span]) -> Forwarded:
-        if self._runner is not None:
-            fixed = self._runner.run(spans)
-            if fixed is not None:
-                return fixed
         taps, first_taps = (None, []) if self._drafter is None else self._drafter.taps(spans)
         step = self._planner.build(spans)
         caches = self.store.layers[: self._backbone_layers]

@@ -8,7 +8,7 @@ are padding: they have no request, write no cache row, and their results mean no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,21 @@ from anymla.runtime.ngrams import NgramBuffers
 from anymla.runtime.page_pool import NULL_PAGE
 from anymla.runtime.span import Span
 
-Body = Callable[[Step], tuple[Tensor, ...]]
+
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """The requests' tokens of the next step, as a step itself has chosen them.
+
+    Attributes:
+        token_ids: integers [R, bucket.tokens]; a negative one ends a request's tokens.
+        advance: integers [R], positions from a request's first token to its next one.
+    """
+
+    token_ids: Tensor
+    advance: Tensor
+
+
+Body = Callable[[Step], tuple[Any, ...]]
 
 
 class FixedStep:
@@ -51,6 +65,7 @@ class FixedStep:
         side: SideStream = INLINE,
         reads: ChooseReads | None = None,
         ngrams: NgramBuffers | None = None,
+        carries: bool = False,
     ) -> None:
         """Allocate the buffers.
 
@@ -65,6 +80,8 @@ class FixedStep:
             side: see ``Step``.
             reads: see ``device_step``.
             ngrams: for as many tokens as the bucket has; None where no layer reads any.
+            carries: the body's last result is a ``Carry``, from which ``advance`` runs the step
+                behind this one.
         """
         self.bucket = bucket
         self._store = store
@@ -73,6 +90,7 @@ class FixedStep:
         self._side = side
         self._reads = reads
         self._ngrams = ngrams
+        self._carries = carries
         self._groups = store.step_groups(window_only=window_only)
         self._sizes = BatchSizes(
             (bucket.tokens,) * bucket.requests, bucket.requests, bucket.max_seq_len
@@ -82,9 +100,10 @@ class FixedStep:
             0, bucket.rows + 1, bucket.tokens, dtype=torch.int32, device=device
         )
         fields = {"token_ids": bucket.rows}
-        fields |= dict.fromkeys(("starts", "counts", "rows"), bucket.requests)
-        for group in self._groups:
-            fields |= dict.fromkeys(_change_fields(group), _most_changes(group, bucket))
+        fields |= dict.fromkeys(("starts", "counts", "rows", "limits"), bucket.requests)
+        self._of_requests = sum(fields.values())
+        changes = sum(_most_changes(group, bucket) for group in self._groups)
+        fields |= dict.fromkeys(("places", "pages"), changes)
         self._host = torch.zeros(
             sum(fields.values()), dtype=torch.int32, pin_memory=device.type == "cuda"
         )
@@ -101,30 +120,59 @@ class FixedStep:
         self._fill([])
         self._run()
 
-    def prepare(self) -> None:
-        """Record, with nothing but padding."""
+    def prepare(self) -> tuple[Tensor, ...]:
+        """Record, with nothing but padding; where the results will be."""
         self._fill([])
-        self._graph.prepare()
+        return self._graph.prepare()
 
     def __call__(self, spans: Sequence[Span]) -> tuple[Tensor, ...]:
         """Take the pages that the tokens need and run; results last until the next call."""
         assert self.bucket.holds(spans)
         if not self._graph.prepared:
             self.prepare()
-        for group in self._groups:
-            table = self._store.tables[group.name]
-            for span in spans:
-                table.extend(span.state.row, span.stop)
+        self._extend((span.state.row, span.stop) for span in spans)
         self._fill(spans)
         return self._graph()
 
+    def advance(self, stops: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
+        """Run the step behind the last one, for the same requests and the tokens that it carries.
+
+        Args:
+            stops: row in the block tables and position that its tokens end before, of each
+                request.
+        """
+        assert self._carries
+        self._extend(stops)
+        self._wait()
+        self._write_changes()
+        self._send(slice(self._of_requests, None))
+        return self._graph()
+
+    def _extend(self, stops: Iterable[tuple[int, int]]) -> None:
+        stops = list(stops)
+        for group in self._groups:
+            table = self._store.tables[group.name]
+            for row, stop in stops:
+                table.extend(row, stop)
+
+    def _wait(self) -> None:
+        """Wait until the device has read the buffer of the last step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _send(self, part: slice) -> None:
+        """Copy a part of the host's buffer to the device's."""
+        # Without an event nothing says when the host's memory may be written again.
+        self._buffer[part].copy_(self._host[part], non_blocking=self._copied is not None)
+        if self._copied is not None:
+            self._copied.record()
+
     def _fill(self, spans: Sequence[Span]) -> None:
         """Write the batch, and the block tables' changes, to the device's buffer."""
-        if self._copied is not None:
-            self._copied.synchronize()  # of the last step, which is long over
+        self._wait()
         written = self._written
         written["token_ids"][:] = -1
-        written["starts"][:] = written["counts"][:] = 0
+        written["starts"][:] = written["counts"][:] = written["limits"][:] = 0
         written["rows"][:] = self._store.absent_row
         for i, span in enumerate(spans):
             count = len(span.token_ids)
@@ -133,8 +181,8 @@ class FixedStep:
             written["starts"][i] = span.start
             written["counts"][i] = count
             written["rows"][i] = span.state.row
-        for group in self._groups:
-            self._write_changes(group)
+            written["limits"][i] = span.state.request.max_written
+        self._write_changes()
         if self._ngrams is not None:
             at = [
                 i * self.bucket.tokens + j
@@ -142,30 +190,25 @@ class FixedStep:
                 for j in range(len(span.token_ids))
             ]
             self._ngrams.fill(spans, at)
-        # Without an event nothing says when the host's memory may be written again.
-        self._buffer.copy_(self._host, non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record()
+        self._send(slice(None))
 
-    def _write_changes(self, group: CacheGroup) -> None:
-        table = self._store.tables[group.name]
-        places, pages = (self._written[name] for name in _change_fields(group))
-        if table.num_changes > len(places):  # a prompt's pages, or a request that has left
-            table.write_changes()
-        changed, taken = table.take_changes()
-        places[:] = self._store.absent_row * table.device_table.shape[1]
+    def _write_changes(self) -> None:
+        places, pages = (self._written[name] for name in ("places", "pages"))
+        # Whatever is not a change names the row of nobody.
+        places[:] = self._store.absent_row * self._store.joint_tables.shape[1]
         pages[:] = NULL_PAGE
-        places[: len(changed)] = changed
-        pages[: len(taken)] = taken
+        count = 0
+        for group in self._groups:
+            table = self._store.tables[group.name]
+            if count + table.num_changes > len(places):  # a prompt's pages, or of who has left
+                table.write_changes()
+            changed, taken = table.take_changes()
+            places[count : count + len(changed)] = changed
+            pages[count : count + len(taken)] = taken
+            count += len(changed)
 
     def _run(self) -> tuple[Tensor, ...]:
-        tables = {}
-        for group in self._groups:
-            places, pages = (self._read[name] for name in _change_fields(group))
-            table = self._store.tables[group.name]
-            table.device_table.view(-1).scatter_(0, places.long(), pages)
-            columns = table.device_table[:, : table.columns(self.bucket.max_seq_len)]
-            tables[group.name] = columns.index_select(0, self._read["rows"])
+        tables = self._tables()
         batch = Batch(
             self._read["token_ids"],
             self._first_rows,
@@ -177,13 +220,45 @@ class FixedStep:
             batch, self._groups, self._sizes, backend=self._backend, reads=self._reads
         )
         ngrams = {} if self._ngrams is None else self._ngrams.rows
-        return self._body(dataclasses.replace(step, side=self._side, ngrams=ngrams))
+        results = list(self._body(dataclasses.replace(step, side=self._side, ngrams=ngrams)))
+        if self._carries:
+            self._carry(results.pop())
+        return tuple(results)
 
+    def _tables(self) -> dict[str, Tensor]:
+        """Write the block tables' changes, and read the requests' tables of each group."""
+        store, requests = self._store, self._read["rows"]
+        joint = store.joint_tables
+        joint.view(-1).scatter_(0, self._read["places"].long(), self._read["pages"])
+        parts = {}
+        for group in self._groups:
+            table = store.tables[group.name]
+            first = table.joint_columns.start
+            parts[group.name] = slice(first, first + table.columns(self.bucket.max_seq_len))
+        wanted = sum(part.stop - part.start for part in parts.values())
+        if 2 * wanted < joint.shape[1]:  # of a short bucket: what is not wanted would be most
+            return {name: joint[:, part].index_select(0, requests) for name, part in parts.items()}
+        rows = joint.index_select(0, requests)
+        return {name: rows[:, part] for name, part in parts.items()}
 
-def _change_fields(group: CacheGroup) -> tuple[str, str]:
-    return f"{group.name} places", f"{group.name} pages"
+    def _carry(self, carry: Carry) -> None:
+        """Write the next step's requests where this one has read its own.
+
+        Tokens end before a request's limit: what it may generate, it has then computed.
+        """
+        starts, counts = self._read["starts"], self._read["counts"]
+        starts += carry.advance * (counts > 0)
+        place = torch.arange(self.bucket.tokens, device=starts.device)
+        room = (self._read["limits"] - starts) * (counts > 0)
+        is_token = (carry.token_ids >= 0).cumprod(1) * (place < room.unsqueeze(1))
+        ids = torch.where(is_token > 0, carry.token_ids, -1)
+        self._read["token_ids"].view(ids.shape).copy_(ids)
+        counts.copy_(is_token.sum(1))
 
 
 def _most_changes(group: CacheGroup, bucket: Bucket) -> int:
-    """Block table entries that change between two decode steps: taken, and returned."""
-    return 2 * bucket.requests * (ceil_div(bucket.tokens, group.tokens_per_page) + 1)
+    """Block table entries that change between two decode steps: taken, and returned.
+
+    A step behind one whose results are not known yet takes the pages of both.
+    """
+    return 2 * bucket.requests * (ceil_div(2 * bucket.tokens, group.tokens_per_page) + 1)

@@ -20,12 +20,13 @@ class Forwarded:
         hidden: [rows, N, D], the backbone's streams.
         first_rows: row of each span's first token; its other tokens follow.
         logits: float32 [rows, V], or None where they are not computed for all rows.
-        best: with logits, ``best_tokens`` of them, as all ranks have agreed; with drafts and
-            log-probabilities it may be on the host.
-        best_logprobs: with logits, those tokens' log-probabilities.
+        best: int64 [rows], the best token behind each row, the same on all ranks, or V without a
+            finite logit; it may be on the host, as may the two below. None where it is not known.
+        best_logprobs: with best, those tokens' log-probabilities.
         taps: [rows, taps, D], see ``layers.dspark.Taps``, or None.
         first_taps: with taps, the row of each span's first that is there; its others follow.
-        drafts: int64 [R, n], behind each span, where they have been made: see ``BlockGuess``.
+        drafts: int64 [R, n], behind each span, where they have been made; see
+            ``DraftBlocks.guess``.
     """
 
     hidden: Tensor

@@ -53,13 +53,13 @@ class Graph:
         """Whether the first call has been prepared."""
         return self._results is not None
 
-    def prepare(self) -> None:
-        """Rehearse and record, if it has not been done."""
-        if self.prepared:
-            return
+    def prepare(self) -> tuple[Tensor, ...]:
+        """Rehearse and record, if it has not been done; where the results will be."""
+        if self._results is not None:
+            return self._results
         if not self._records:
             self._results = self._function()
-            return
+            return self._results
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -73,14 +73,14 @@ class Graph:
         ):
             results = self._function()
         self._graph, self._results = graph, results
+        return results
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Run; prepares at the first call."""
-        self.prepare()
-        assert self._results is not None
+        results = self.prepare()
         if self._graph is not None:
             self._graph.replay()
         else:
-            for kept, result in zip(self._results, self._function(), strict=True):
+            for kept, result in zip(results, self._function(), strict=True):
                 kept.copy_(result)
-        return self._results
+        return results

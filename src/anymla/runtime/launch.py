@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, distributed
 
-from anymla.layers.ranks import ALONE, OneShotSums, Ranks
+from anymla.layers.ranks import ALONE, PeerMemory, Ranks
 
-# Largest tensor that ranks add through each other's memory. Each reads all of all others' there,
-# where a ring moves twice a tensor in all.
-_ONE_SHOT_BYTES = 512 << 10
+# Largest tensor that ranks add through each other's memory: each sends all of it to all others,
+# where a ring moves twice a tensor in all. A rank keeps three of them from every rank.
+_PEER_BYTES = 2 << 20
 
 
 def launched() -> Ranks:
@@ -59,8 +59,8 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         distributed.destroy_process_group()
 
 
-def with_one_shot_sums(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Ranks:
-    """The ranks, adding small tensors through each other's memory where their devices can.
+def with_peer_memory(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Ranks:
+    """The ranks, exchanging small tensors through each other's memory where their devices can.
 
     To be called by all of them at a time, once they have joined.
 
@@ -79,11 +79,11 @@ def with_one_shot_sums(ranks: Ranks, device: torch.device, dtype: torch.dtype) -
     if not _all_say(reaches, device):
         return ranks
     try:
-        sums = OneShotSums(dtype, device, _ONE_SHOT_BYTES)
+        memory = PeerMemory(dtype, device, _PEER_BYTES)
     except RuntimeError:
-        sums = None
+        memory = None
     return (
-        dataclasses.replace(ranks, one_shot=sums) if _all_say(sums is not None, device) else ranks
+        dataclasses.replace(ranks, peers=memory) if _all_say(memory is not None, device) else ranks
     )
 
 

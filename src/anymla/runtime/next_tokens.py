@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from anymla.model.transformer import Transformer
 from anymla.runtime.forwarded import Forwarded, rows_of
-from anymla.runtime.sampler import Sampling, choose_tokens
+from anymla.runtime.sampler import Sampling, choose_tokens, require_tokens
 from anymla.runtime.scoring import chosen_logprobs, next_token_logprobs
 from anymla.runtime.span import Span
 
@@ -72,13 +72,16 @@ def _pick(
     positions: Sequence[int],
 ) -> tuple[list[int], list[float]]:
     """Tokens that follow some rows, and their log-probabilities."""
-    if forwarded.logits is None:
-        logits, best = model.logits(rows_of(forwarded.hidden, rows)), None
-    else:
-        assert forwarded.best is not None
-        logits, best = rows_of(forwarded.logits, rows), rows_of(forwarded.best, rows)
-    tokens = choose_tokens(logits, samplings, positions, best)
-    if forwarded.best_logprobs is not None and all(each.is_greedy for each in samplings):
+    best = None if forwarded.best is None else rows_of(forwarded.best, rows)
+    greedy = all(each.is_greedy for each in samplings)
+    if greedy and best is not None and forwarded.best_logprobs is not None:
+        tokens = best.tolist()
+        require_tokens(tokens, positions, model.config.vocab_size)
         return tokens, rows_of(forwarded.best_logprobs, rows).tolist()
+    if forwarded.logits is None:
+        logits = model.logits(rows_of(forwarded.hidden, rows))
+    else:
+        logits = rows_of(forwarded.logits, rows)
+    tokens = choose_tokens(logits, samplings, positions, best)
     tokens = model.ranks.agree(tokens, model.device)
     return tokens, chosen_logprobs(logits, tokens)

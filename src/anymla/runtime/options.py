@@ -34,6 +34,10 @@ class EngineOptions:
             sizes, each recorded once as a CUDA graph and replayed; "fixed": the same steps at the
             same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
             NVIDIA devices and "plain" elsewhere.
+        run_ahead: in steps of fixed size, launch the next one before this one's tokens are on the
+            host, where they alone decide what it computes: with greedy requests, and with a DSpark
+            drafter or none. A request that ends by a stop token may so be computed for one step
+            more.
         side_stream: in graphs, compress and index beside the query's projections, and run the
             shared expert beside the routed ones. None: for as few rows as gain by it.
         pages: usable pages by cache group, for groups that shall not have the default size.
@@ -49,6 +53,7 @@ class EngineOptions:
     adapt_drafts: bool = False
     least_survival: float = 0.0
     decode: DecodeMode = "auto"
+    run_ahead: bool = True
     side_stream: bool | None = None
     pages: Mapping[str, int] | None = None
 
@@ -85,5 +90,8 @@ class EngineOptions:
         return self.max_requests * (1 + self.draft_tokens) + self.chunk_size
 
     def step_tokens(self, prompt_length: int) -> int:
-        """Most tokens that a request with this prompt has in one step."""
-        return max(min(self.chunk_size, prompt_length), 1 + self.draft_tokens)
+        """Most tokens that a request with this prompt has in the steps that are under way."""
+        decode = 1 + self.draft_tokens
+        if self.run_ahead and self.decode != "plain":
+            decode *= 2
+        return max(min(self.chunk_size, prompt_length), decode)

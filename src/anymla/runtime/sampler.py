@@ -155,10 +155,15 @@ def choose_tokens(
         FloatingPointError: a row holds NaN or +inf, or nothing but -inf.
     """
     tokens = guess_tokens(logits, samplings, positions, best)
-    for token, position in zip(tokens, positions, strict=True):
-        if token == logits.shape[-1]:
-            raise FloatingPointError(f"the logits for position {position} are not numbers")
+    require_tokens(tokens, positions, logits.shape[-1])
     return tokens
+
+
+def require_tokens(tokens: Sequence[int], positions: Sequence[int], vocab: int) -> None:
+    """Raise FloatingPointError for a choice that is no token: V, as ``guess_tokens`` has it."""
+    for token, position in zip(tokens, positions, strict=True):
+        if token == vocab:
+            raise FloatingPointError(f"the logits for position {position} are not numbers")
 
 
 def guess_tokens(

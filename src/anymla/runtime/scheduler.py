@@ -9,7 +9,7 @@ from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request, RequestState
 from anymla.runtime.sizing import pages_needed
-from anymla.runtime.span import Span
+from anymla.runtime.span import Span, decode_span
 
 
 class Scheduler:
@@ -40,11 +40,7 @@ class Scheduler:
 
     def next_spans(self) -> list[Span]:
         """Choose the tokens of the next step and admit requests; empty if nothing is left."""
-        spans = [
-            Span(state, state.computed, [state.tokens[-1], *state.drafts], is_decode=True)
-            for state in self.running
-            if not state.is_prefill
-        ]
+        spans = [decode_span(state) for state in self.running if not state.is_prefill]
         budget = self._options.batch_tokens - sum(len(span.token_ids) for span in spans)
         prefilling = [state for state in self.running if state.is_prefill]
         while budget > 0:
@@ -58,6 +54,10 @@ class Scheduler:
             spans.append(Span(state, state.computed, token_ids, is_decode=False))
             budget -= len(token_ids)
         return spans
+
+    def can_admit(self) -> bool:
+        """Whether the request that waits longest would be admitted now."""
+        return bool(self.waiting) and self._store.has_room(self._needs(self.waiting[0].request))
 
     def finish(self, state: RequestState) -> None:
         """Drop a request; return its row and pages if it has any."""

@@ -35,3 +35,8 @@ class Span:
             return len(self.token_ids)
         ends_prompt = self.stop == self.state.prompt_length
         return int(ends_prompt and self.state.request.max_new_tokens > 0)
+
+
+def decode_span(state: RequestState) -> Span:
+    """A request's newest token and its drafts."""
+    return Span(state, state.computed, [state.tokens[-1], *state.drafts], is_decode=True)

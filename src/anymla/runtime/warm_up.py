@@ -78,7 +78,7 @@ class WarmUp:
                 )
                 self._run(step)
                 self._guess(bucket.requests, bucket.max_seq_len, "torch")
-                self._model.logits(self._streams(bucket.rows))
+                self._choose(bucket.rows)
 
     def _compiled(self) -> contextlib.AbstractContextManager[bool]:
         ranks = self._model.ranks
@@ -193,10 +193,15 @@ class WarmUp:
         chosen = options.max_requests * (1 + options.draft_tokens)
         scored = min(options.batch_tokens, block_rows(model.config.vocab_size))
         for rows in sorted({*request_counts(chosen), *request_counts(scored)}, reverse=True):
-            hidden = self._streams(rows)
-            model.logits(hidden)
+            self._choose(rows)
             if options.draft_tokens and self._blocks is None:
-                model.mtp_logits(hidden)
+                model.mtp_logits(self._streams(rows))
+
+    def _choose(self, rows: int) -> None:
+        """Choose from the logits of all ranks, and from each rank's own."""
+        hidden = self._streams(rows)
+        self._model.best_of(self._model.logits(hidden))
+        self._model.best(hidden)
 
     def _streams(self, rows: int) -> Tensor:
         config = self._model.config

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.layers.dspark import BlockGuess, Choose
+from anymla.layers.dspark import BlockGuess
 from anymla.model.load import load_model
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
+from anymla.runtime.sampler import best_tokens
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
 from anymla.testing.conformance.shared import STEP_OPERATIONS
@@ -47,7 +49,13 @@ class _HeardModel(RecordedModel):
         self.logits_of_block: Tensor | None = None
         self.survival: Tensor | None = None
 
-    def guess_block(self, h: Tensor, anchors: Tensor, choose: Choose) -> BlockGuess:
+    def guess_best_block(self, h: Tensor, anchors: Tensor) -> Tensor:
+        """Guess as the drafter does, from logits that are kept."""
+        return self.guess_block(h, anchors, lambda logits, _: best_tokens(logits)).tokens
+
+    def guess_block(
+        self, h: Tensor, anchors: Tensor, choose: Callable[[Tensor, int], Tensor]
+    ) -> BlockGuess:
         """Guess, and keep what the guesses were chosen from."""
         heard: list[Tensor] = []
 
