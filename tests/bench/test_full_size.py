@@ -1,5 +1,7 @@
 """The benchmark of a whole model on several ranks, small and on this machine."""
 
+import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ import torch
 from anymla.bench.full_size import MODELS, drafting_config, random_share
 from anymla.bench.step_parts import step_parts
 from anymla.layers.ranks import ALONE, Ranks
+from anymla.model.build import shares_channels
 from anymla.model.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -41,6 +44,28 @@ def test_ranks_make_shares_of_one_model():
             assert torch.equal(part.ffn.router.gate, layer.ffn.router.gate)
     other = random_share(config, CPU, ALONE, dtype=torch.float32, seed=1)
     assert not torch.equal(other.embedding, whole.embedding)
+
+
+def test_ranks_share_experts_by_their_channels():
+    """Their parts add up to the whole experts' result."""
+    config = drafting_config("tiny", layers=2, experts=8)
+    make = functools.partial(random_share, config, CPU, dtype=torch.float32, share_channels=True)
+    whole = random_share(config, CPU, ALONE, dtype=torch.float32).layers[1].ffn
+    parts = [make(ranks=Ranks(n, 2)).layers[1].ffn for n in range(2)]
+    for name, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
+        for kind in ("weights", "scales"):
+            each = [getattr(getattr(part, name), kind) for part in parts]
+            joined = [torch.cat(halves, dim) for halves in zip(*each, strict=True)]
+            assert all(map(torch.equal, joined, getattr(getattr(whole, name), kind)))
+    assert [part.expert_offset for part in parts] == [0, 0]
+    inner = config.moe_intermediate_size
+    fits = Ranks(0, 4), torch.device("cuda")
+    many = dataclasses.replace(config, expert_dtype="fp4", moe_intermediate_size=1024)
+    assert shares_channels(many, *fits)
+    assert not shares_channels(many, *fits[:1], CPU)
+    assert not shares_channels(many, ALONE, fits[1])
+    assert not shares_channels(dataclasses.replace(many, expert_dtype="fp8"), *fits)
+    assert not shares_channels(dataclasses.replace(many, moe_intermediate_size=inner), *fits)
 
 
 def test_a_share_keeps_no_more_than_its_part():

@@ -79,7 +79,7 @@ def random_share(
     *,
     dtype: torch.dtype,
     seed: int = 0,
-    share_channels: bool = False,
+    share_channels: bool | None = None,
 ) -> Transformer:
     """A rank's share of a model of random weights, which is the same model for any ranks."""
     weights = RandomWeights(config, device, seed=seed)

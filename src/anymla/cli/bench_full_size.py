@@ -11,6 +11,7 @@ import click
 from anymla.cli.bad_input import bad_input
 from anymla.cli.bench_rows import command_line, gpu_facts, json_option, require_gpu, tell
 from anymla.cli.run_options import all_reduce_option, as_one, shared_ranks
+from anymla.model.build import shares_channels
 from anymla.model.load import DTYPES
 from anymla.runtime.launch import local_device
 
@@ -42,9 +43,12 @@ _BAR_US = 8000.0
 @click.option("--draft-tokens", type=click.IntRange(min=1), help="Default: the drafter's block.")
 @click.option("--steps", default=24, show_default=True, type=click.IntRange(min=1), help="Timed.")
 @click.option(
-    "--split-experts",
-    is_flag=True,
-    help="Some channels of every routed expert on each rank (tensor parallel), not whole ones.",
+    "--share-experts",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "channels", "whole"]),
+    help="On each rank: some channels of every routed expert (tensor parallel), or some experts "
+    "(expert parallel).",
 )
 @all_reduce_option
 def full_size(
@@ -58,7 +62,7 @@ def full_size(
     contexts: tuple[int, ...],
     draft_tokens: int | None,
     steps: int,
-    split_experts: bool,
+    share_experts: str,
     all_reduce: str,
 ) -> None:
     """Time decode steps of a whole model with random weights, on torchrun's ranks or on one.
@@ -78,12 +82,16 @@ def full_size(
         ranks = shared_ranks(all_reduce, here, kind)
         guessed = draft_tokens or config.default_draft_tokens
         label = f"{model}, {config.num_hidden_layers} layers, {config.n_routed_experts} experts"
-        label = f"{label}, {ranks.size} ranks, {dtype}{', experts split' * split_experts}"
+        by_channels = {"channels": True, "whole": False, "auto": None}[share_experts]
+        if by_channels is None:
+            by_channels = shares_channels(config, ranks, here)
+        label = f"{label}, {ranks.size} ranks, {dtype}"
+        label += ", experts by channels" if by_channels and ranks.size > 1 else ""
         whole = model == "flash-0731" and layers is None and experts is None
 
         def results() -> Iterator[Result]:
             make = functools.partial(
-                bench.random_share, config, here, ranks, dtype=kind, share_channels=split_experts
+                bench.random_share, config, here, ranks, dtype=kind, share_channels=by_channels
             )
             network, made = bench.model_made(make, label)
             yield made

@@ -55,7 +55,8 @@ class Builder:
         dtype: dtype of the activations.
         ranks: the processes that share the network.
         ngrams: what a model with a memory of n-grams needs besides its weights, or None.
-        share_channels: each rank has some channels of every routed expert; else some experts whole.
+        share_channels: each rank has some channels of every routed expert (tensor parallel), not
+            some experts whole (expert parallel).
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class Builder:
         backend: str | None,
         ranks: Ranks = ALONE,
         ngrams: Ngrams | None = None,
-        share_channels: bool = False,
+        share_channels: bool | None = None,
     ) -> None:
         self.config = config
+        if share_channels is None:
+            share_channels = shares_channels(config, ranks, device)
         self.share_channels = share_channels
         self.ngrams = ngrams
         self.dtype = dtype
@@ -378,6 +381,18 @@ def ngram_hash(
         moduli=moduli.view(-1, config.heads).to(device),
         offsets=(moduli.cumsum(0) - moduli).view(-1, config.heads).to(device),
     )
+
+
+def shares_channels(config: ModelConfig, ranks: Ranks, device: torch.device) -> bool:
+    """Whether ranks do best with some channels of every routed expert each.
+
+    All then read as much, where whole experts leave three ranks waiting for the fourth: on four
+    H200s 1, 8 and 11 % of a step of 1, 8 and 32 requests (docs/performance/full_size.md). Hopper's
+    grouped GEMM reads an MXFP4 expert's channels in stages of 256.
+    """
+    whole_stages = config.moe_intermediate_size % (ranks.size * 256) == 0
+    on_device = ranks.size > 1 and device.type != "cpu"
+    return on_device and config.expert_dtype == "fp4" and whole_stages
 
 
 def _times(part: range, size: int) -> range:
