@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from anymla.ops.device import target_of
+from anymla.ops.device import far_reaching
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
 
 # First tensor, stride and table of a projection, as kernels take them.
@@ -138,27 +138,8 @@ class ExpertTensors:
             return None, 0, None
         assert self.first is not None
         own = isinstance(self._kept, Tensor) and not mixed
-        first = self.first if own else _far_reaching(self.first)
+        first = self.first if own else far_reaching(self.first)
         return first, self.addresses.stride or 0, self.addresses.table(unit)
-
-
-def _far_reaching(first: Tensor) -> Tensor:
-    """Return ``first`` for a kernel whose addresses are not all in its storage, from it on.
-
-    Triton for AMD reads a tensor whose storage is below 2 GiB by offsets of 32 bits from its
-    address, and gives zeros for any other offset; 3.7 does not compile a choice between two such
-    tensors. It asks a tensor for its ``ptr_range`` first.
-    """
-    if target_of(first.device).backend != "hip":
-        return first
-    seen = first.view(first.shape)
-    seen.ptr_range = _any_distance  # type: ignore[attr-defined]
-    return seen
-
-
-def _any_distance() -> int:
-    """Bytes that may lie between a tensor's address and what a kernel reads."""
-    return 1 << 62
 
 
 def lie_evenly(alignment: int, stride: int | None, row: int) -> bool:
