@@ -1,7 +1,5 @@
 """DeepGEMM's index scores by their signatures and conventions, against formulas written out."""
 
-import inspect
-
 import pytest
 import torch
 
@@ -169,34 +167,144 @@ def test_neighbours_of_a_request_may_be_named():
     )
 
 
-@pytest.mark.parametrize(
-    ("function", "names"),
-    [
-        (
-            "fp8_mqa_logits",
-            "q kv weights cu_seq_len_k_start cu_seq_len_k_end clean_logits max_seqlen_k",
-        ),
-        (
-            "fp8_fp4_mqa_logits",
-            "q kv weights cu_seq_len_k_start cu_seq_len_k_end clean_logits max_seqlen_k "
-            "logits_dtype schedule_meta",
-        ),
-        (
-            "fp8_paged_mqa_logits",
-            "q kv_cache weights context_lens block_table schedule_meta max_context_len "
-            "clean_logits indices",
-        ),
-        (
-            "fp8_fp4_paged_mqa_logits",
-            "q kv_cache weights context_lens block_table schedule_meta max_context_len "
-            "clean_logits logits_dtype indices",
-        ),
-        ("get_paged_mqa_logits_metadata", "context_lens block_kv num_sms indices"),
-    ],
-)
-def test_arguments_have_their_names(function, names):
-    # As DeepGEMM 2.5 registers them, so that calls by keyword work.
-    assert list(inspect.signature(getattr(deep_gemm, function)).parameters) == names.split()
+def mxfp8(*shape):
+    """Random e4m3 codes with int32 scales: codes, scales, values."""
+    codes = torch.randn(*shape, D).to(FP8)
+    exponent = torch.randint(120, 132, (*shape, D // 32))
+    scales = exponent.to(torch.uint8).contiguous().view(torch.int32).squeeze(-1)
+    blocks = codes.double().unflatten(-1, (-1, 32)) * 2.0 ** (exponent - 127).double().unsqueeze(-1)
+    return codes, scales, blocks.flatten(-2)
+
+
+def dense_call(rows=4, count=256):
+    q, (codes, scale, _) = torch.randn(rows, H, D).to(FP8), fp8_keys(count)
+    starts, ends = i32([0, 3, 100, 256]), i32([200, 150, 256, 256])
+    return q, (codes, scale), torch.randn(rows, H), starts, ends
+
+
+def test_the_sixth_argument_is_todays_or_an_older_one():
+    q, *rest = given = dense_call()
+    _, _, starts, ends = rest
+    whole = deep_gemm.fp8_fp4_mqa_logits(*given)
+    assert whole.shape == (4, 256)
+    moved = torch.full((4, 200), -torch.inf)
+    for row, (first, last) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        moved[row, : last - first] = whole[row, first:last]
+    for got in (
+        deep_gemm.fp8_fp4_mqa_logits(*given, 200),
+        deep_gemm.fp8_fp4_mqa_logits(*given, 200, None),
+        deep_gemm.fp8_fp4_mqa_logits(*given, 200, torch.zeros(3, 2).int()),
+        deep_gemm.fp8_fp4_mqa_logits(*given, max_seqlen_k=200, schedule_meta=None),
+        deep_gemm.fp8_fp4_mqa_logits((q, None), *rest, False, 200),
+        deep_gemm.fp8_fp4_mqa_logits(*given, False, 200, torch.float32, None),
+        deep_gemm.fp8_fp4_mqa_logits(*given, False, max_seqlen_k=200),
+        deep_gemm.fp8_fp4_mqa_logits(*given, clean_logits=False, max_seqlen_k=200),
+        deep_gemm.fp8_mqa_logits(*given, False, 200),
+        deep_gemm.fp8_mqa_logits(*given, 200),
+    ):
+        assert torch.equal(got, moved)
+    for clean in (True, False):
+        for got in (
+            deep_gemm.fp8_fp4_mqa_logits(*given, clean),
+            deep_gemm.fp8_fp4_mqa_logits(*given, clean_logits=clean),
+            deep_gemm.fp8_mqa_logits(*given, clean),
+        ):
+            assert torch.equal(got, whole)
+    with pytest.raises(ValueError, match="clean_logits must be False"):
+        deep_gemm.fp8_fp4_mqa_logits(*given, True, 200)
+    with pytest.raises(TypeError, match="clean_logits"):
+        deep_gemm.fp8_fp4_mqa_logits(*given, True, clean_logits=True)
+    with pytest.raises(TypeError, match="takes 9 arguments with clean_logits, got 10"):
+        deep_gemm.fp8_fp4_mqa_logits(*given, False, 0, torch.float32, None, None)
+    with pytest.raises(ValueError, match="max_seqlen_k must be >= 0"):
+        deep_gemm.fp8_fp4_mqa_logits(*given, -1)
+
+
+def test_the_eighth_argument_is_todays_or_an_older_one():
+    cache, _ = fp8_pages(4, 64, 8448)
+    table, rows = i32([[1, 3], [1, 3], [0, 2]]), i32([0, 0, 1])
+    q, weights, lens = torch.randn(3, 1, H, D).to(FP8), torch.randn(3, H), i32([[99], [100], [64]])
+    meta = deep_gemm.get_paged_mqa_logits_metadata(lens, 64, deep_gemm.get_num_sms(), rows)
+    given = (q, cache, weights, lens, table, meta, 128)
+    want = deep_gemm.fp8_fp4_paged_mqa_logits(*given)
+    for got in (
+        deep_gemm.fp8_fp4_paged_mqa_logits(*given, rows),
+        deep_gemm.fp8_fp4_paged_mqa_logits(*given, None),
+        deep_gemm.fp8_fp4_paged_mqa_logits((q, None), *given[1:], indices=rows),
+        deep_gemm.fp8_fp4_paged_mqa_logits([q, None], *given[1:], False),
+        deep_gemm.fp8_fp4_paged_mqa_logits(*given, True, torch.float32, rows),
+        deep_gemm.fp8_fp4_paged_mqa_logits(*given, False, indices=rows),
+        deep_gemm.fp8_fp4_paged_mqa_logits(*given, clean_logits=False, logits_dtype=torch.float32),
+        deep_gemm.fp8_paged_mqa_logits(*given, False, rows),
+        deep_gemm.fp8_paged_mqa_logits(*given, rows),
+        deep_gemm.fp8_paged_mqa_logits(*given),
+    ):
+        assert torch.equal(got, want)
+
+
+def test_logits_have_the_dtype_of_the_weights():
+    q, kv, weights, starts, ends = dense_call()
+    half = weights.bfloat16()
+    got = deep_gemm.fp8_fp4_mqa_logits(q, kv, half, starts, ends, 256)
+    assert got.dtype == torch.bfloat16
+    want = deep_gemm.fp8_fp4_mqa_logits(q, kv, half.float(), starts, ends, 256)
+    assert torch.equal(got, want.bfloat16())
+    kept = deep_gemm.fp8_fp4_mqa_logits(q, kv, half, starts, ends, logits_dtype=torch.float32)
+    assert kept.dtype == torch.float32
+
+
+def test_keys_alone_have_a_scale_of_one():
+    q, (codes, _), weights, starts, ends = dense_call()
+    got = deep_gemm.fp8_fp4_mqa_logits(q, codes, weights, starts, ends)
+    want = deep_gemm.fp8_fp4_mqa_logits(q, (codes, torch.ones(256)), weights, starts, ends)
+    assert torch.equal(got, want)
+
+
+def test_scores_of_mxfp8():
+    q_codes, q_scales, q = mxfp8(5, H)
+    k_codes, k_scales, keys = mxfp8(40)
+    starts, ends, weights = i32([0, 3, 10, 40, 0]), i32([40, 20, 11, 40, 0]), torch.randn(5, H)
+    given = ((q_codes, q_scales), (k_codes, k_scales), weights, starts, ends)
+    column = torch.arange(40)
+    hidden = (column < starts[:, None]) | (column >= ends[:, None])
+    check_scores(deep_gemm.fp8_fp4_mqa_logits(*given), *formula(q, keys, weights), hidden)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 28])
+def test_paged_scores_of_mxfp8(at_once, monkeypatch):
+    monkeypatch.setattr(deep_gemm, "_DECODED_BYTES", at_once)
+    block, pages = 32, 5
+    codes, scales, keys = mxfp8(pages, block)
+    cache = torch.cat(
+        (codes.view(torch.uint8).flatten(1), scales.view(torch.uint8).view(pages, -1)), 1
+    ).view(pages, block, 1, D + 4)
+    q_codes, q_scales, q = mxfp8(3, 2, H)
+    weights, lens = torch.randn(6, H), i32([[70, 96], [0, 64], [33, 34]])
+    table = i32([[2, 0, 4, 1], [3, -1, 9, 0], [1, 4, 0, 0]])
+    given = ((q_codes, q_scales), cache, weights, lens, table, None, 100)
+    got = deep_gemm.fp8_fp4_paged_mqa_logits(*given)
+    column = torch.arange(100)
+    absent = torch.zeros(3, 100, dtype=torch.bool)
+    absent[1, block:] = True  # pages that are none
+    for b in range(3):
+        mine = keys[table[b].clamp(0, pages - 1).long()].flatten(0, 1)[:100]
+        rows = slice(2 * b, 2 * b + 2)
+        want, size = formula(q[b], mine, weights[rows])
+        check_scores(got[rows], want, size, (column >= lens[b][:, None]) | absent[b])
+    nothing = deep_gemm.fp8_fp4_paged_mqa_logits(
+        (q_codes[:0], q_scales[:0]), cache, weights[:0], lens[:0], table[:0], None, 100
+    )
+    assert nothing.shape == (0, 100)
+
+
+def test_multiprocessors_are_as_set(monkeypatch):
+    monkeypatch.setattr(deep_gemm, "_num_sms", None)
+    before = deep_gemm.get_num_sms()
+    assert before >= 1
+    deep_gemm.set_num_sms(7)
+    assert deep_gemm.get_num_sms() == 7
+    with pytest.raises(ValueError, match="num_sms must be >= 1"):
+        deep_gemm.set_num_sms(0)
 
 
 def test_errors_name_the_argument():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anymla.compat import _scheduling, flash_mla
-from anymla.formats.page_layout import MAIN_FP8, V32_FP8, V41_COMPRESSED_NVFP4, V41_MAIN_FP8
+from anymla.formats.page_layout import (
+    MAIN_FP8,
+    V32_FP8,
+    V41_COMPRESSED_NVFP4,
+    V41_COMPRESSED_NVFP4_SPLIT,
+    V41_MAIN_FP8,
+    V41_MAIN_FP8_SPLIT,
+)
 from anymla.ops.device import triton_support
 from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 from anymla.testing.conformance.expected import Attention, attend
@@ -26,70 +31,6 @@ from anymla.testing.tolerance import accumulation, assert_close, assert_identica
 
 BACKENDS = ("torch", "triton")
 CHANNELS = {MAIN_FP8: 512, V32_FP8: 576}
-
-# Names, in order, and defaults ("" for none) of FlashMLA's public functions in 2026, with the
-# ``out`` of the build that vLLM ships.
-_VARLEN_END = (
-    ("dropout_p", 0.0), ("softmax_scale", None), ("causal", False), ("deterministic", False),
-    ("is_varlen", True),
-)  # fmt: skip
-SIGNATURES: dict[str, tuple[tuple[str, object], ...]] = {
-    "flash_mla_with_kvcache": (
-        ("q", ""), ("k_cache", ""), ("block_table", ""), ("cache_seqlens", ""),
-        ("head_dim_v", ""), ("tile_scheduler_metadata", ""), ("num_splits", None),
-        ("softmax_scale", None), ("causal", False), ("is_fp8_kvcache", False), ("indices", None),
-        ("attn_sink", None), ("extra_k_cache", None), ("extra_indices_in_kvcache", None),
-        ("topk_length", None), ("extra_topk_length", None), ("out", None),
-    ),
-    "flash_mla_sparse_fwd": (
-        ("q", ""), ("kv", ""), ("indices", ""), ("sm_scale", ""), ("d_v", 512),
-        ("attn_sink", None), ("topk_length", None), ("out", None),
-    ),
-    "flash_attn_varlen_func": (
-        ("q", ""), ("k", ""), ("v", ""), ("cu_seqlens_qo", ""), ("cu_seqlens_kv", ""),
-        ("max_seqlen_qo", ""), ("max_seqlen_kv", ""), *_VARLEN_END,
-    ),
-    "flash_attn_varlen_qkvpacked_func": (
-        ("qkv", ""), ("cu_seqlens", ""), ("max_seqlen", ""), ("head_dim_qk", ""), *_VARLEN_END,
-    ),
-    "flash_attn_varlen_kvpacked_func": (
-        ("q", ""), ("kv", ""), ("cu_seqlens_qo", ""), ("cu_seqlens_kv", ""),
-        ("max_seqlen_qo", ""), ("max_seqlen_kv", ""), ("head_dim_qk", ""), *_VARLEN_END,
-    ),
-}  # fmt: skip
-
-
-def signature_of(function) -> tuple[tuple[str, object], ...]:
-    parameters = inspect.signature(function).parameters.values()
-    assert all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
-    return tuple((p.name, "" if p.default is p.empty else p.default) for p in parameters)
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_flash_mlas(name):
-    assert signature_of(getattr(flash_mla, name)) == SIGNATURES[name]
-    assert name in flash_mla.__all__
-
-
-def test_the_recorded_signatures_are_those_of_the_library_at_hand():
-    """Runs where vLLM's build of FlashMLA was unpacked for benchmarks."""
-    peers = Path(__file__).parents[2] / ".peers"
-    source = peers / "vllm" / "third_party" / "flashmla" / "flash_mla_interface.py"
-    if not source.is_file():
-        pytest.skip("no copy of FlashMLA's interface here")
-    import ast
-
-    functions = {
-        node.name: node
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    for name, recorded in SIGNATURES.items():
-        arguments = functions[name].args
-        names = [argument.arg for argument in arguments.args]
-        defaults = [ast.literal_eval(default) for default in arguments.defaults]
-        padded = [""] * (len(names) - len(defaults)) + defaults
-        assert tuple(zip(names, padded, strict=True)) == recorded
 
 
 def test_metadata_takes_anything_and_is_not_used_up():
@@ -424,6 +365,151 @@ def test_a_compiler_sees_through():
         assert_identical(got, want)
 
 
+# Today's arguments -------------------------------------------------------------------------------
+
+
+def decode_arguments(layout=MAIN_FP8, batch=3, width=20, **more):
+    """Positional arguments up to the metadata, and keywords, of one query a request."""
+    main = scope(batch, width, layout=layout, **more)
+    q = torch.randn(batch, 1, 4, CHANNELS.get(layout, 512)).bfloat16()
+    meta, _ = flash_mla.get_mla_metadata()
+    given_ = (q, main.cache.unsqueeze(2), None, None, 512, meta)
+    return given_, {"indices": main.indices.unsqueeze(1)}, expected(q, None, main)
+
+
+def test_a_call_with_todays_defaults_works(backend):
+    given_, keywords, want = decode_arguments()
+    check(given_[0], want, flash_mla.flash_mla_with_kvcache(*given_, **keywords))
+    told = {
+        "num_splits": None, "softmax_scale": None, "causal": False, "is_fp8_kvcache": None,
+        "attn_sink": None, "extra_k_cache": None, "extra_indices_in_kvcache": None,
+        "topk_length": None, "extra_topk_length": None, "enable_batch_invariant": False,
+        "use_legacy": False, "kv_format": None, "descale_q": None, "descale_k": None,
+    }  # fmt: skip
+    for changed in ({}, {"is_fp8_kvcache": True}, {"use_legacy": True}, {"kv_format": "V4"}):
+        result = flash_mla.flash_mla_with_kvcache(*given_, **keywords, **told | changed)
+        check(given_[0], want, result)
+
+
+def test_out_may_stand_where_older_builds_have_it(backend):
+    given_, keywords, want = decode_arguments()
+    out = torch.full((3, 1, 4, 512), torch.nan, dtype=torch.bfloat16)
+    older = (None, None, False, True, keywords["indices"], *[None] * 5)
+    got, lse = flash_mla.flash_mla_with_kvcache(*given_, *older, out)
+    assert got is out
+    check(given_[0], want, (got, lse))
+    check(given_[0], want, flash_mla.flash_mla_with_kvcache(*given_, *older, None))
+    with pytest.raises(ValueError, match="out must be given once"):
+        flash_mla.flash_mla_with_kvcache(*given_, *older, out, out=out)
+
+    q, kv = torch.randn(3, 2, 512).bfloat16(), torch.randn(9, 1, 512).bfloat16()
+    rows = torch.tensor([[[4, 1]], [[0, -1]], [[2, 7]]], dtype=torch.int32)
+    out = torch.full((3, 2, 512), torch.nan, dtype=torch.bfloat16)
+    got = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 0.1, 512, None, None, out)
+    assert got[0] is out
+    for again in ((), (None,), (False, None), (True,)):
+        other = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 0.1, 512, None, None, *again)
+        for one, two in zip(got, other, strict=True):
+            assert_identical(one, two)
+    with pytest.raises(ValueError, match="out must be given once"):
+        flash_mla.flash_mla_sparse_fwd(q, kv, rows, 0.1, 512, None, None, out, out=out)
+
+
+def test_batch_invariant_results_do_not_see_the_batch(backend):
+    (q, *rest), keywords, _ = decode_arguments(batch=5, width=200)
+    lengths = torch.tensor([200, 3, 0, 77, 130], dtype=torch.int32)
+    keywords |= {"topk_length": lengths, "enable_batch_invariant": True}
+    together = flash_mla.flash_mla_with_kvcache(q, *rest, **keywords)
+    for request in range(5):
+        some = slice(request, request + 1)
+        alone = flash_mla.flash_mla_with_kvcache(
+            q[some], *rest, indices=keywords["indices"][some], topk_length=lengths[some],
+            enable_batch_invariant=True,
+        )  # fmt: skip
+        for one, all_ in zip(alone, together, strict=True):
+            assert_identical(one[0], all_[request])
+
+
+def test_batch_invariance_is_passed_on(monkeypatch):
+    seen = []
+
+    def attend_(*args, batch_invariant, plan, **keywords):
+        seen.append((batch_invariant, plan))
+        return sparse_attention(*args, batch_invariant=batch_invariant, **keywords)
+
+    monkeypatch.setattr(flash_mla, "sparse_attention", attend_)
+    monkeypatch.setattr(_scheduling.FlashMLASchedMeta, "plan", lambda *sizes: "a plan")
+    given_, keywords, _ = decode_arguments()
+    for invariant in (True, False):
+        flash_mla.flash_mla_with_kvcache(*given_, **keywords, enable_batch_invariant=invariant)
+    assert seen == [(True, None), (False, "a plan")]
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "legacy", "layout"),
+    [
+        ("V4", False, MAIN_FP8),
+        ("V4", True, MAIN_FP8),
+        ("V32", False, V32_FP8),
+        ("V32", True, V32_FP8),
+        ("V41", False, V41_MAIN_FP8),
+        ("V41", True, V41_MAIN_FP8_SPLIT),
+        ("V41_FP4", False, V41_COMPRESSED_NVFP4),
+        ("V41_FP4", True, V41_COMPRESSED_NVFP4_SPLIT),
+    ],
+)
+def test_formats_by_name_and_by_width(backend, kv_format, legacy, layout):
+    """V4.1's legacy pages hold all values and then all scales."""
+    given_, keywords, want = decode_arguments(layout, page=8)
+    extra = scope(3, 9, layout=layout, page=2)
+    second = {
+        "extra_k_cache": extra.cache.unsqueeze(2),
+        "extra_indices_in_kvcache": extra.indices.unsqueeze(1),
+    }
+    for named in (kv_format, None):
+        told = {"kv_format": named, "use_legacy": legacy}
+        check(given_[0], want, flash_mla.flash_mla_with_kvcache(*given_, **keywords, **told))
+    main = scope(3, 20, layout=layout, page=8)
+    keywords = {"indices": main.indices.unsqueeze(1), "use_legacy": legacy}
+    given_ = (given_[0], main.cache.unsqueeze(2), *given_[2:])
+    result = flash_mla.flash_mla_with_kvcache(*given_, **keywords, **second)
+    check(given_[0], expected(given_[0], None, main, extra), result)
+
+
+def test_statistics_in_base_two_or_none(backend):
+    q, kv = torch.randn(3, 2, 512).bfloat16(), torch.randn(9, 1, 512).bfloat16()
+    rows = torch.tensor([[[4, 1]], [[-1, -1]], [[2, 7]]], dtype=torch.int32)
+    natural = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 0.1)
+    base_two = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 0.1, return_log2_lse=True)
+    nothing = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 0.1, return_log2_lse=False)
+    assert nothing[1:] == (None, None)
+    for result in (base_two, nothing):
+        assert_identical(result[0], natural[0])
+    listed = [kv[row[0][row[0] >= 0].long(), 0].double() for row in rows]
+    for token in (0, 2):
+        scores = q[token].double() @ listed[token].T * 0.1 / math.log(2)
+        slack = accumulation(512, torch.float32, c=8.0)
+        assert_close(base_two[1][token], scores.amax(1), atol=slack, rtol=slack, scale=8.0)
+        lse = torch.logsumexp(scores * math.log(2), 1) / math.log(2)
+        assert_close(base_two[2][token], lse, atol=slack, rtol=slack, scale=8.0)
+    assert (base_two[1][1] == -math.inf).all()
+    assert (base_two[2][1] == math.inf).all()
+
+
+def test_scheduling_may_be_asked_for_beforehand(backend):
+    lengths = torch.tensor([20, 7, 9], dtype=torch.int32)
+    schedule, splits = flash_mla.get_mla_decoding_metadata(lengths, 4, 1)
+    assert (schedule.dtype, splits.dtype) == (torch.int32, torch.int32)
+    assert schedule.shape[1:] == (8,)
+    assert splits.shape == (4,)
+    more = flash_mla.get_mla_decoding_metadata(lengths, 4, 1, 4, True, topk=20, use_legacy=True)
+    assert more[0].shape == schedule.shape
+    given_, keywords, want = decode_arguments()
+    meta = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=schedule, num_splits=splits)
+    check(given_[0], want, flash_mla.flash_mla_with_kvcache(*given_[:5], meta, **keywords))
+    assert flash_mla.has_legacy()
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 
@@ -447,6 +533,11 @@ def call(**changes):
     [
         ({"causal": True}, ValueError, "causal must be False"),
         ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache must be True"),
+        ({"descale_q": torch.ones(1)}, ValueError, "descale_q must be None with indices"),
+        ({"descale_k": torch.ones(1)}, ValueError, "descale_k must be None with indices"),
+        ({"kv_format": "V3"}, ValueError, "kv_format must be None or one of V4, V32, V41, V41_FP4"),
+        ({"kv_format": "V32"}, ValueError, r"k_cache must be \[P, B, 1, 656\] for kv_format='V32'"),
+        ({"kv_format": "V32_NO_ROPE"}, NotImplementedError, "V32_NO_ROPE.* is not provided"),
         ({"num_splits": torch.zeros(1)}, ValueError, "num_splits must be None"),
         ({"tile_scheduler_metadata": None}, TypeError, "what get_mla_metadata returns"),
         ({"head_dim_v": 513}, ValueError, "value_dim must be from 1 to D=512"),

@@ -6,8 +6,11 @@ import pkgutil
 
 import pytest
 import torch
+from sample_calls import cache_of, call_with_targets, int32
 
 import anymla.ops
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops import sparse_attention
 from anymla.ops.device import has_triton
 from anymla.ops.registry import Operation
 
@@ -53,3 +56,58 @@ def test_operations_are_public_documented_and_registered(family, operation):
         assert section in operation.__doc__
     assert hasattr(torch.ops.anymla, operation.name)
     assert operation.schema().endswith("-> ()")
+
+
+def second_scope():
+    return {
+        "extra_cache": cache_of(MAIN_FP8),
+        "extra_indices": int32([0, 5], [3, -1]),
+        "extra_lengths": int32(2, 1),
+        "sink": torch.zeros(2),
+    }
+
+
+def elsewhere(given):
+    """The arguments with one tensor on another device, for each; and its name."""
+    tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+    for name in tensors if len(tensors) > 1 else ():
+        yield name, given | {name: given[name].to("meta")}
+    for name in [name for name, value in given.items() if isinstance(value, list) and value]:
+        for place in range(len(given[name])):
+            moved = [*given[name]]
+            moved[place] = moved[place].to("meta")
+            yield name, given | {name: moved}
+
+
+@pytest.mark.parametrize(("family", "operation"), OPERATIONS)
+def test_every_tensor_is_on_one_device(family, operation):
+    given = call_with_targets(operation.name)
+    if operation.name in ("sparse_attention", "sparse_attention_fp8_quant"):
+        given |= second_scope()
+    operation(**given)
+    for name, changed in elsewhere(given):
+        for _ in range(2):  # nor is it taken for a call of a known kind
+            with pytest.raises(ValueError, match=rf"{operation.name}: .* must be on ") as raised:
+                operation(**changed)
+            assert name in str(raised.value) or "on meta" in str(raised.value)
+
+
+@pytest.mark.parametrize("operation", ["sparse_attention", "sparse_attention_fp8_quant"])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("indices", torch.zeros(1, 3, dtype=torch.int32)),
+        ("indices", torch.zeros(2, 3)),
+        ("lengths", int32(1)),
+        ("sink", torch.zeros(3)),
+        ("extra_indices", torch.zeros(3, 2, dtype=torch.int32)),
+        ("extra_lengths", int32(1, 1, 1)),
+        ("extra_cache", torch.zeros(3, 4, 528, dtype=torch.uint8)),
+        ("k_cache", torch.zeros(3, 4, 528, dtype=torch.uint8)),
+        ("extra_cache", None),
+    ],
+)
+def test_both_scopes_fit_the_queries(operation, name, wrong):
+    given = call_with_targets(operation) | second_scope() | {name: wrong}
+    with pytest.raises((TypeError, ValueError), match=f"{operation}: {name}"):
+        getattr(sparse_attention, operation)(**given)

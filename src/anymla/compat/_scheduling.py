@@ -7,12 +7,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from anymla.ops.device import target_of
 from anymla.ops.sparse_attention import sparse_attention_plan
 
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What ``get_mla_metadata`` returns: where the first call leaves how it shares out its work.
+    """Scheduling of decode calls: where the first one leaves how it shares out its work.
 
     Later calls of the same shapes follow it, as the layers of a step do. Any other call may reuse
     it as well: one of other shapes makes its own, and lists of other lengths are only shared out
@@ -59,3 +60,33 @@ def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta
     One for the layers of a step whose lists are as long; it is filled by the first of them.
     """
     return FlashMLASchedMeta(), None
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return scheduling tensors that a caller may put into a ``FlashMLASchedMeta``.
+
+    The first decode call replaces them by a plan of its own, so that they say nothing.
+
+    Args:
+        seqlens_k: [b] int32, keys of each request.
+        num_q_tokens_per_head_k: queries a KV head; ignored, as is all that follows.
+        h_k: number of KV heads.
+        h_q: number of query heads.
+        is_fp8_kvcache: True for caches of FP8 rows.
+        topk: columns of the lists, or None for dense decode.
+        use_legacy: True for FlashMLA's kernels before September 2026.
+
+    Returns:
+        int32 [SMs, 8] and [b + 1], zeros on the device of ``seqlens_k``; one SM without a GPU.
+    """
+    sms = target_of(seqlens_k.device).sm_count
+    schedule = torch.zeros(sms, 8, dtype=torch.int32, device=seqlens_k.device)
+    return schedule, schedule.new_zeros(len(seqlens_k) + 1)

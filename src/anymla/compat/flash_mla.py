@@ -2,10 +2,12 @@
 
 The functions take what FlashMLA's take and return what they return, on every device that anymla
 runs on; docs/compat.md lists what differs. Numbers of heads, top-k widths, page sizes and page
-strides are free. The dense functions are not provided.
+strides are free. The dense functions and the fused ones are not provided.
 
-Source of the contract: FlashMLA's public interface and tests (github.com/deepseek-ai/FlashMLA), and
-the ``out`` argument of the build that vLLM ships.
+Source of the contract: the public interface, documentation and tests of FlashMLA
+(github.com/deepseek-ai/FlashMLA) and of its fork sgl-flash-mla 1.0.0, which has the kernels of
+FlashMLA's release of 30 September 2026 and those that this release dropped, and the ``out``
+argument of the build that vLLM ships. ``signatures.json`` has the fork's signatures.
 """
 
 from __future__ import annotations
@@ -15,18 +17,25 @@ import math
 import torch
 from torch import Tensor
 
+from anymla.compat import fused_norm_rope_attn_rope_cast
 from anymla.compat._dense import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     not_provided,
 )
-from anymla.compat._scheduling import FlashMLASchedMeta, get_mla_metadata
+from anymla.compat._scheduling import (
+    FlashMLASchedMeta,
+    get_mla_decoding_metadata,
+    get_mla_metadata,
+)
 from anymla.formats.page_layout import (
     MAIN_FP8,
     V32_FP8,
     V41_COMPRESSED_NVFP4,
+    V41_COMPRESSED_NVFP4_SPLIT,
     V41_MAIN_FP8,
+    V41_MAIN_FP8_SPLIT,
     get_layout,
 )
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, require
@@ -34,19 +43,40 @@ from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 
 __all__ = [
     "FlashMLASchedMeta",
+    "__version__",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "fused_norm_rope_attn_rope_cast",
+    "get_mla_decoding_metadata",
     "get_mla_metadata",
+    "has_legacy",
 ]
 
-# V4.1's entries with their scales behind them, as FlashMLA has them since September 2026.
-_LAYOUTS = {
-    get_layout(name).row_elements: name
-    for name in (MAIN_FP8, V32_FP8, V41_MAIN_FP8, V41_COMPRESSED_NVFP4)
+# Version of the interface, and whose it is here.
+__version__ = "1.0.0+anymla"
+
+# Formats by FlashMLA's names. V4.1's entries have their scales behind them since September 2026;
+# before, in the kernels that are legacy now, a page held all values and then all scales.
+_FORMATS = {
+    "V4": MAIN_FP8,
+    "V32": V32_FP8,
+    "V41": V41_MAIN_FP8,
+    "V41_FP4": V41_COMPRESSED_NVFP4,
 }
+_LEGACY_FORMATS = _FORMATS | {
+    "V41": V41_MAIN_FP8_SPLIT,
+    "V41_FP4": V41_COMPRESSED_NVFP4_SPLIT,
+}
+_OTHER_FORMATS = ("V32_NO_ROPE",)
+_LOG2_E = 1 / math.log(2)
+
+
+def has_legacy() -> bool:
+    """Return True: ``use_legacy`` is known, and all its cache formats but V32_NO_ROPE are read."""
+    return True
 
 
 def flash_mla_with_kvcache(
@@ -59,13 +89,18 @@ def flash_mla_with_kvcache(
     num_splits: None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = None,
     indices: Tensor | None = None,
     attn_sink: Tensor | None = None,
     extra_k_cache: Tensor | None = None,
     extra_indices_in_kvcache: Tensor | None = None,
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
+    enable_batch_invariant: bool | Tensor | None = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sparse decode over one or two paged FP8 caches, in one softmax with an optional sink.
@@ -82,7 +117,7 @@ def flash_mla_with_kvcache(
         num_splits: None.
         softmax_scale: None for d ** -0.5.
         causal: False.
-        is_fp8_kvcache: True.
+        is_fp8_kvcache: True, or None, which says the same with ``indices``.
         indices: [b, s_q, topk] int32, ``page * B + offset``; any slot that is negative or beyond
             the cache is skipped (FlashMLA reads out of bounds for all but -1).
         attn_sink: [H] float32, a logit per head that carries no value; infinities are legal.
@@ -90,6 +125,14 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache: [b, s_q, extra topk] int32 slots of ``extra_k_cache``.
         topk_length: [b] int32, leading columns of ``indices`` in use, for every one of the s_q.
         extra_topk_length: [b] int32.
+        enable_batch_invariant: True for results that are the same, bit for bit, in any batch. A
+            tensor here is ``out``, whose place this was in older builds.
+        use_legacy: True for the pages of FlashMLA's kernels before September 2026: a page of V4.1
+            then holds the values of all entries before their scales. V4's and V3.2's are the same.
+        kv_format: "V4", "V32", "V41" or "V41_FP4", what ``k_cache`` holds; None to see it by the
+            width of the entries. "V32_NO_ROPE" is not provided.
+        descale_q: None: a scale of dense FP8 decode, which is not provided.
+        descale_k: None, as ``descale_q``.
         out: [b, s_q, H, head_dim_v] of q's type to write the output into.
 
     Returns:
@@ -97,10 +140,12 @@ def flash_mla_with_kvcache(
         [b, H, s_q] float32, the sink excluded, +inf for a row without keys.
 
     Raises:
-        NotImplementedError: no ``indices``: dense attention.
+        NotImplementedError: no ``indices``: dense attention; or a format that is not provided.
         TypeError, ValueError: the arguments do not fit together.
     """
     name = "flash_mla_with_kvcache"
+    if isinstance(enable_batch_invariant, Tensor):
+        out, enable_batch_invariant = _moved_out(name, enable_batch_invariant, out), False
     if indices is None:
         not_provided(name, "without indices (dense decode)")
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
@@ -110,7 +155,10 @@ def flash_mla_with_kvcache(
         )
     require(num_splits is None, name, "num_splits", "None", num_splits)
     require(not causal, name, "causal", "False with indices", causal)
-    require(bool(is_fp8_kvcache), name, "is_fp8_kvcache", "True with indices", is_fp8_kvcache)
+    fp8 = is_fp8_kvcache is None or bool(is_fp8_kvcache)
+    require(fp8, name, "is_fp8_kvcache", "True or None with indices", is_fp8_kvcache)
+    for argument, descale in (("descale_q", descale_q), ("descale_k", descale_k)):
+        require(descale is None, name, argument, "None with indices", "a tensor")
     if not torch.compiler.is_compiling():  # nor does an operation check while it is traced
         dims = check(
             name,
@@ -121,22 +169,29 @@ def flash_mla_with_kvcache(
             topk_length=(topk_length, "b", INT32),
             extra_topk_length=(extra_topk_length, "b", INT32),
         )
-        check(name, dims=dims | {"V": head_dim_v}, out=(out, "b s H V", q.dtype))
+        check(
+            name,
+            dims=dims | {"V": head_dim_v},
+            q=(q, "b s H D", FLOATS),
+            out=(out, "b s H V", q.dtype),
+        )
     batch, queries = q.shape[:2]
-    cache, layout = _cache(name, "k_cache", k_cache)
+    cache, layout = _cache(name, "k_cache", k_cache, use_legacy, kv_format)
     extra_cache, extra_layout = None, MAIN_FP8
     if extra_k_cache is not None:
-        extra_cache, extra_layout = _cache(name, "extra_k_cache", extra_k_cache)
+        extra_cache, extra_layout = _cache(name, "extra_k_cache", extra_k_cache, use_legacy)
     extra_indices = extra_indices_in_kvcache
     flat = None if out is None else _as_rows(out)
     lengths, extra_lengths = _each(topk_length, queries), _each(extra_topk_length, queries)
-    plan = tile_scheduler_metadata.plan(
-        lengths,
-        extra_lengths,
-        q.shape[2],
-        indices.shape[2],
-        None if extra_indices is None else extra_indices.shape[2],
-    )
+    plan = None
+    if not enable_batch_invariant:
+        plan = tile_scheduler_metadata.plan(
+            lengths,
+            extra_lengths,
+            q.shape[2],
+            indices.shape[2],
+            None if extra_indices is None else extra_indices.shape[2],
+        )
     result, lse = sparse_attention(
         q.flatten(0, 1),
         cache,
@@ -151,6 +206,7 @@ def flash_mla_with_kvcache(
         extra_layout=extra_layout,
         value_dim=head_dim_v,
         empty_lse=math.inf,
+        batch_invariant=bool(enable_batch_invariant),
         plan=plan,
         out=flat,
     )
@@ -168,8 +224,10 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
+    use_legacy: bool | Tensor | None = False,
+    return_log2_lse: bool | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Sparse prefill over the rows of one tensor.
 
     Args:
@@ -181,27 +239,35 @@ def flash_mla_sparse_fwd(
         attn_sink: [H] float32, a logit per head that carries no value; infinities are legal.
         topk_length: [s_q] int32, leading columns of ``indices`` in use. Rows behind it are never
             read, whatever they hold.
+        use_legacy: no effect. A tensor here is ``out``, whose place this was in older builds.
+        return_log2_lse: None for both statistics in natural-log units, True for base 2, False for
+            None in their places.
         out: [s_q, H, d_v] of q's type to write the output into.
 
     Returns:
         out [s_q, H, d_v] of q's type; max_logits [s_q, H] float32, the largest scaled score; and
-        the natural-log lse [s_q, H] float32. Both exclude the sink. A row without keys: out 0,
-        max_logits -inf, lse +inf.
+        lse [s_q, H] float32. Both exclude the sink, and both are times log2(e) where
+        ``return_log2_lse`` is True. A row without keys: out 0, max_logits -inf, lse +inf.
 
     Raises:
         TypeError, ValueError: the arguments do not fit together.
     """
+    name = "flash_mla_sparse_fwd"
+    if isinstance(use_legacy, Tensor):
+        out = _moved_out(name, use_legacy, out)
     if not torch.compiler.is_compiling():
         check(
-            "flash_mla_sparse_fwd",
+            name,
             q=(q, "s H D", FLOATS),
             kv=(kv, "_ 1 D", FLOATS),
             indices=(indices, "s 1 _", INT32),
             attn_sink=(attn_sink, "H", FLOAT32_UP),
             topk_length=(topk_length, "s", INT32),
         )
-    wide = torch.promote_types(q.dtype, torch.float32)
-    max_logits = torch.empty(q.shape[:2], dtype=wide, device=q.device)
+    max_logits = None
+    if return_log2_lse is not False:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        max_logits = torch.empty(q.shape[:2], dtype=wide, device=q.device)
     result, lse = sparse_attention_rows(
         q,
         kv,
@@ -214,19 +280,43 @@ def flash_mla_sparse_fwd(
         out=out,
         max_logits=max_logits,
     )
+    if max_logits is None:
+        return result, None, None
+    if return_log2_lse:
+        return result, max_logits * _LOG2_E, lse * _LOG2_E
     return result, max_logits, lse
 
 
-def _cache(name: str, argument: str, cache: Tensor) -> tuple[Tensor, str]:
-    """A cache as bytes, and the layout that its rows' width names."""
+def _moved_out(name: str, given: Tensor, out: Tensor | None) -> Tensor:
+    """Return ``out`` of a call that gives it by the position that it had in older builds."""
+    require(out is None, name, "out", "given once", "two tensors")
+    return given
+
+
+def _cache(
+    name: str, argument: str, cache: Tensor, legacy: bool, kv_format: str | None = None
+) -> tuple[Tensor, str]:
+    """Return a cache as bytes, and its layout by the width of its entries and its format."""
     if not isinstance(cache, Tensor) or cache.dtype.itemsize != 1:
         kind = cache.dtype if isinstance(cache, Tensor) else type(cache).__name__
         raise TypeError(f"{name}: {argument} must be a tensor of bytes (FP8 rows), got {kind}")
-    layout = _LAYOUTS.get(cache.shape[-1]) if cache.ndim == 4 else None
-    if layout is None:
-        rows = " or ".join(f"[P, B, 1, {width}]" for width in _LAYOUTS)
-        raise ValueError(f"{name}: {argument} must be {rows}, got {list(cache.shape)}")
-    return cache.view(torch.uint8), layout
+    formats = _LEGACY_FORMATS if legacy else _FORMATS
+    if kv_format is not None:
+        if kv_format in _OTHER_FORMATS:
+            raise NotImplementedError(
+                f"anymla.compat.flash_mla: {name} with kv_format={kv_format!r} is not provided; "
+                f"the formats are {', '.join(formats)}"
+            )
+        known = kv_format in formats
+        require(known, name, "kv_format", f"None or one of {', '.join(formats)}", repr(kv_format))
+        formats = {kv_format: formats[kv_format]}
+    layouts = {get_layout(layout).row_elements: layout for layout in formats.values()}
+    found = layouts.get(cache.shape[-1]) if cache.ndim == 4 else None
+    if found is None:
+        rows = " or ".join(f"[P, B, 1, {width}]" for width in layouts)
+        told = "" if kv_format is None else f" for kv_format={kv_format!r}"
+        raise ValueError(f"{name}: {argument} must be {rows}{told}, got {list(cache.shape)}")
+    return cache.view(torch.uint8), found
 
 
 def _each(lengths: Tensor | None, queries: int) -> Tensor | None:

@@ -169,6 +169,26 @@ def _xpu(properties: Any) -> Target:
     return dataclasses.replace(TARGETS.get(name, XPU), sm_count=sm_count)
 
 
+def far_reaching(x: Tensor) -> Tensor:
+    """Return ``x`` for a kernel that makes addresses outside of its storage, or before it.
+
+    Also for a tensor that a kernel chooses instead of another one. Triton for AMD reads a tensor
+    whose storage is below 2 GiB by offsets of 32 bits from its address, and gives zeros for any
+    other offset; 3.7 does not compile a choice between two of which one is so small, nor between
+    blocks of addresses of two small ones. It asks a tensor for its ``ptr_range`` first.
+    """
+    if target_of(x.device).backend != "hip":
+        return x
+    seen = x.view(x.shape)
+    seen.ptr_range = _any_distance  # type: ignore[attr-defined]
+    return seen
+
+
+def _any_distance() -> int:
+    """Bytes that may lie between a tensor's address and what a kernel reads."""
+    return 1 << 62
+
+
 # The least Triton that the kernels run on: with 3.5 most conformance cases fail.
 LEAST_TRITON = (3, 6)
 

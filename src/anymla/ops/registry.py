@@ -33,6 +33,7 @@ from anymla.ops._check import (
     INT64,
     check,
     check_cos_sin,
+    first_unlike,
     overlaps,
     require,
     wide_dtype,
@@ -117,7 +118,7 @@ _skipped: ContextVar[bool] = ContextVar("skipped", default=False)
 
 @contextlib.contextmanager
 def skip_checks(skip: bool = True) -> Iterator[None]:
-    """Skip checks of CPU tensors inside, if ``skip``, and choose for them by dtypes and sizes.
+    """Skip checks of CPU tensors and of lists inside, if ``skip``; choose by dtypes and sizes.
 
     For a caller whose arguments follow from what has been checked, as an engine's steps do from
     its weights and caches: of a small model's decode step, even to see that a call is of a known
@@ -166,7 +167,7 @@ def _kind_of(
         elif value is None:
             add(None)
         elif isinstance(value, _LISTS):
-            if asks:
+            if asks or first_unlike(value) is not None:
                 return None
             facts += type(value), len(value), _kind_of(value[:1], {}, None, asks=False)
         else:
@@ -194,6 +195,13 @@ def _sizes_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         else:
             add(value)
     return tuple(facts)
+
+
+def _device_of(value: Any) -> torch.device | None:
+    """Device of a tensor, or of a list of tensors that are alike; None of anything else."""
+    if isinstance(value, _LISTS) and value:
+        value = value[0]
+    return value.device if isinstance(value, Tensor) else None
 
 
 def _requires_grad(value: Any) -> bool:
@@ -354,8 +362,8 @@ class Operation:
         - where backends are asked, also strides of any tensor, and its address and storage offset
           modulo 16. They are not asked about CPU tensors, unless one is named, or only those that
           look at nothing but dtypes and shapes (``by_kind``);
-        - the length of a list, and the same of its first tensor. Where backends are asked, which
-          see them all, such a call is of no known kind.
+        - the length of a list, whose tensors have one dtype, shape and device, and the same of its
+          first. Where backends are asked, which see them all, such a call is of no known kind.
 
         So nothing but the values of tensors may differ. Gradients are refused in every call.
 
@@ -419,7 +427,8 @@ class Operation:
             if torch.is_grad_enabled():
                 self._refuse_gradients(args, kwargs)
             return found, args, kwargs
-        args, kwargs = self._accept(*given)
+        if kind is not None or not skips:
+            args, kwargs = self._accept(*given)
         asked = self._automatic if asks else self._hosts
         found = self._imported(host or self._choose(backend, args, kwargs, asked))
         if kind is not None:
@@ -446,6 +455,7 @@ class Operation:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments and pass them as backends take them."""
         self._contract(*args, **kwargs)
+        self._check_devices(args, kwargs)
         if kwargs and len(args) < len(self._leading):
             args, kwargs = self._by_position(args, kwargs)
         if self._written:
@@ -479,6 +489,16 @@ class Operation:
             if written is not None and overlaps(written):
                 got = f"{list(written.shape)} of strides {list(written.stride())}"
                 require(False, self.name, name, "of elements that do not overlap", got)
+
+    def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Require one device; a contract compares only tensors that it checks together."""
+        if len({*map(_device_of, args), *map(_device_of, kwargs.values()), None}) <= 2:
+            return
+        given = self._signature.bind(*args, **kwargs).arguments
+        devices = [(name, _device_of(value)) for name, value in given.items()]
+        first = next(device for _, device in devices if device is not None)
+        for name, device in devices:
+            require(device in (None, first), self.name, name, f"on {first}", device)
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Operations have no backward: what they return would be cut off in silence."""

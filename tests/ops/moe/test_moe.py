@@ -25,6 +25,7 @@ from anymla.formats.fp8_block import (
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.quantized_rows import QuantizedRows
+from anymla.ops import _check, registry
 from anymla.ops.device import TARGETS, XPU, has_triton, numba_problem
 from anymla.ops.moe import config, experts, route_biased, route_hash, swiglu, torch_experts
 from anymla.ops.moe.config import choose_config, choose_sm90_config, choose_w4a8_config
@@ -986,6 +987,86 @@ def test_shapes_of_quantised_experts(weight_format: str, name: str, wrong: Tenso
     arguments = {**bank.arguments(), name: [wrong] * 3}
     with pytest.raises(ValueError, match=f"experts: {name} must be"):
         experts(torch.zeros(2, D), ids, weights, **arguments, quantize_activations=True)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize("name", ["w1", "w3", "w2", "s1", "s3", "s2"])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_every_expert_is_checked(weight_format: str, name: str, place: int) -> None:
+    bank, (ids, weights) = Bank(weight_format, 3), routing(2, 2, 3)
+    given = {"x": torch.randn(2, D), "ids": ids, "weights": weights, **bank.arguments()}
+    given["quantize_activations"] = True
+    right = given[name]
+    if not right:
+        return
+    want = experts(**given)
+    tensor = right[place]
+    wrong = {
+        "shorter": tensor[:-1],
+        "narrower": tensor[:, :-1],
+        "longer": torch.cat((tensor, tensor)),
+        "a vector": tensor.flatten(),
+        "another dtype": torch.zeros_like(tensor, dtype=torch.float64),
+        "elsewhere": tensor.to("meta"),
+        "no tensor": tensor.tolist(),
+    }
+    for what, one in wrong.items():
+        mixed = [*right]
+        mixed[place] = one
+        for backend in (None, "reference", "torch"):
+            error = TypeError if what in ("another dtype", "no tensor") else ValueError
+            with pytest.raises(error, match=rf"experts: {name}\[{place}\] must be"):
+                experts(**{**given, name: mixed}, backend=backend)
+    # The list of a call that was right, changed in place.
+    right[place] = wrong["shorter"]
+    with pytest.raises(ValueError, match=rf"experts: {name}\[{place}\] must be"):
+        experts(**given)
+    right[place] = tensor
+    assert_identical(experts(**given), want)
+
+
+@pytest.mark.parametrize(("name", "like"), [("w3", "w1"), ("w2", "w1"), ("s3", "s1"), ("s2", "s1")])
+def test_projections_are_stored_alike(name: str, like: str) -> None:
+    bank, (ids, weights) = Bank("plain" if name[0] == "w" else "fp8-ue8m0", 3), routing(2, 2, 3)
+    given = {"x": torch.randn(2, D), "ids": ids, "weights": weights, **bank.arguments()}
+    given[name] = [
+        each.float().double() if name[0] == "w" else each.float() for each in given[name]
+    ]
+    dtype = str(given[like][0].dtype).removeprefix("torch.")
+    with pytest.raises(TypeError, match=rf"experts: {name} must be {dtype} "):
+        experts(**given, quantize_activations=True)
+
+
+def test_what_was_found_alike_is_forgotten_with_its_tensors() -> None:
+    known = len(_check._alike)
+    tensors = [torch.zeros(2, 3) for _ in range(4)]
+    assert _check.first_unlike(tensors) is None
+    assert _check.first_unlike(list(tensors)) is None  # another list of the same
+    assert len(_check._alike) == known + 1
+    tensors[2] = torch.zeros(3, 2)
+    assert _check.first_unlike(tensors) == 2
+    del tensors
+    assert len(_check._alike) == known
+
+
+def test_a_step_that_skips_checks_does_not_look_at_every_expert(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bank, (ids, weights) = Bank("plain", 4), routing(2, 2, 4)
+    given = {"x": torch.randn(2, D), "ids": ids, "weights": weights, **bank.arguments()}
+    known = (None, "torch")  # by its kind, and not at all, as where backends see the lists
+    with registry.skip_checks():
+        want = [experts(**given, quantize_activations=False, backend=backend) for backend in known]
+
+    def refuse(*anything: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(registry, "first_unlike", refuse)
+    monkeypatch.setattr(_check, "first_unlike", refuse)
+    with registry.skip_checks():
+        got = [experts(**given, quantize_activations=False, backend=backend) for backend in known]
+    for each, wanted in zip(got, want, strict=True):
+        assert_identical(each, wanted)
 
 
 def test_router_errors() -> None:

@@ -21,6 +21,7 @@ from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
 from anymla.testing.gluon import Descriptor
 from anymla.testing.gluon import run as run_kernel
+from anymla.testing.tolerance import accumulation, assert_close
 
 CHANNELS = 512
 LIFTED = get_layout(MAIN_FP8).nope
@@ -191,6 +192,47 @@ def test_the_combine_stores_the_fp8_that_a_second_kernel_would(way, monkeypatch)
     assert torch.equal(got[0][merged].view(torch.uint8), want[0][merged].view(torch.uint8))
     assert torch.equal(got[1][merged], want[1][merged])
     assert not got[0][merged.stop :].view(torch.uint8).any()
+
+
+def partials_of(count, rows, slots):
+    """Random partials at ``slots``; results in float64, what they are sums of, and their lse."""
+    part = torch.full((max(slots) + 1, rows, CHANNELS), torch.nan).half()
+    sums = torch.full((max(slots) + 1, rows, 4), torch.nan)
+    part[slots] = torch.randn(count, rows, CHANNELS).half()
+    # Exponents close to each other: no partial is too small to be missed.
+    sums[slots] = torch.rand(count, rows, 4) + 0.5
+    top, total, factor, _ = sums[slots].double().unbind(-1)
+    weight = total * top.exp2()
+    terms = part[slots].double() * (factor * weight / weight.sum(0)).unsqueeze(-1)
+    return part, sums, (terms.sum(0), terms.abs().sum(0), weight.sum(0).log())
+
+
+# As many as are read at once, and one, or some, behind them: every way in which the last are few.
+@pytest.mark.parametrize("count", [2, 3, 7, 8, 9, 10, 16, 17, 19])
+@pytest.mark.parametrize("way", ["stream-K", "stream-K, all at once", "every", "by blocks"])
+def test_every_partial_is_combined(count, way, monkeypatch):
+    rows = 16
+    if way == "by blocks":  # several heads of a program, in pairs of partials
+        monkeypatch.setattr(config, "_COMBINE_CTAS", 1)
+        schedule = Schedule(rows, 1, 24, 24, cut=Cut.BY_BLOCKS)
+        slots, spans = list(range(count)), torch.tensor([[0, count]], dtype=torch.int32)
+    elif way.startswith("stream-K"):
+        # Up to 8 CTAs, partials are read at once; the first CTA's own, then those of the others.
+        ctas = count if way.endswith("once") else 24
+        schedule = Schedule(rows, 1, ctas, cut=Cut.STREAM_K)
+        slots = [0, *range(ctas + 1, ctas + count)]
+        spans = torch.full((1 + ctas, 2), -1, dtype=torch.int32)
+        spans[0] = torch.tensor([0, count - 1])
+        spans[2 : 1 + count, 0] = 0
+    else:
+        schedule = Schedule(rows, 1, count, count, Cut.EVERY)
+        slots, spans = list(range(count)), torch.zeros(1, dtype=torch.int32)
+    part, sums, (want, size, want_lse) = partials_of(count, rows, slots)
+    out, lse = torch.full((1, rows, CHANNELS), torch.nan), torch.full((1, rows), torch.nan)
+    combined(schedule, part, sums, spans, None, out, lse, -torch.inf, lifted=0)
+    bound = accumulation(count, torch.float32, 4)
+    assert_close(out[0], want, atol=bound, scale=size)
+    assert_close(lse[0], want_lse, atol=bound, rtol=bound)
 
 
 def test_a_batch_invariant_combine_does_not_see_the_batch(monkeypatch):

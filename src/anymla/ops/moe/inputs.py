@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from anymla.ops.device import far_reaching
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
 
 # First tensor, stride and table of a projection, as kernels take them.
@@ -126,11 +127,19 @@ class ExpertTensors:
             return self
         return ExpertTensors(torch.stack(list(self._kept)))
 
-    def pointers(self, unit: int = 1) -> Pointers:
-        """What a kernel is given; distances of a table are in units of so many elements."""
+    def pointers(self, unit: int = 1, *, mixed: bool = False) -> Pointers:
+        """Return what a kernel is given.
+
+        Args:
+            unit: elements that the distances of a table count.
+            mixed: True where the kernel chooses between this address and another tensor's.
+        """
         if self.addresses is None:
             return None, 0, None
-        return self.first, self.addresses.stride or 0, self.addresses.table(unit)
+        assert self.first is not None
+        own = isinstance(self._kept, Tensor) and not mixed
+        first = self.first if own else far_reaching(self.first)
+        return first, self.addresses.stride or 0, self.addresses.table(unit)
 
 
 def lie_evenly(alignment: int, stride: int | None, row: int) -> bool:
@@ -262,8 +271,9 @@ class ExpertInputs:
     def gate_up_pointers(self) -> tuple[object, ...]:
         """Arguments of a kernel for w1, s1, w3 and s3."""
         unit = self.unit
-        w1, w3 = self.w1.pointers(unit), self.w3.pointers(unit)
-        return *w1, *self.s1.pointers(), *w3, *self.s3.pointers()
+        w1, w3 = (each.pointers(unit, mixed=True) for each in (self.w1, self.w3))
+        s1, s3 = (each.pointers(mixed=True) for each in (self.s1, self.s3))
+        return *w1, *s1, *w3, *s3
 
     @property
     def down_pointers(self) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._check import check_list
 from anymla.ops._quantized import QUANT_BLOCKS, check_codes, in_blocks_of, in_blocks_of_128
 from anymla.ops.device import Support, float32_support, has_numba
 from anymla.ops.moe.config import (
@@ -182,8 +183,8 @@ def experts(
         ids: [T, K] int32, global expert ids; those outside [expert_offset, expert_offset + E)
             are skipped, whatever their weight.
         weights: [T, K] float32 or float64.
-        w1: E gate projections: [I, D] float ("plain"), uint8 e4m3 codes [I, D] ("fp8"), or uint8
-            packed e2m1 [I, D/2] ("mxfp4").
+        w1: E gate projections of one dtype: [I, D] float ("plain"), uint8 e4m3 codes [I, D]
+            ("fp8"), or uint8 packed e2m1 [I, D/2] ("mxfp4").
         w3: E up projections like w1.
         w2: E down projections [D, I], likewise.
         s1: scales of w1: [] ("plain"), uint8 or float32 [ceil(I/b), ceil(D/b)] with b =
@@ -205,7 +206,7 @@ def experts(
     Raises:
         TypeError: a dtype differs from the above.
         ValueError: a shape or a list's length differs from the above, an unknown weight_format,
-            or a limit that is not positive. Of the lists only the first tensors are examined.
+            or a limit that is not positive. Every tensor of a list is examined.
     """
     name = "experts"
     require(weight_format in _FORMATS, name, "weight_format", f"one of {_FORMATS}", weight_format)
@@ -230,39 +231,28 @@ def experts(
             require(False, name, argument, f"a list of {count} tensors", len(given))
     if not len(w1):
         return
-    d, inner = sizes["D"], w1[0].shape[0] if w1[0].ndim else 0
     pack = 2 if weight_format == "mxfp4" else 1
-    dtypes = FLOATS if weight_format == "plain" else torch.uint8
-    check(
-        name,
-        dims={"I": inner, "X": d // pack, "Y": inner // pack, "D": d},
-        w1=(w1[0], "I X", dtypes),
-        w3=(w3[0], "I X", dtypes),
-        w2=(w2[0], "D Y", dtypes),
-    )
+    first = w1[0]
+    inner = first.shape[0] if isinstance(first, Tensor) and first.ndim else 0
+    d = sizes["D"]
+    dims = {"I": inner, "D": d, "X": d // pack, "Y": inner // pack}
+    check_list(name, "w1", w1, "I X", FLOATS if weight_format == "plain" else torch.uint8, dims)
+    check_list(name, "w3", w3, "I X", w1[0].dtype, dims)
+    check_list(name, "w2", w2, "D Y", w1[0].dtype, dims)
     if weight_format == "fp8":
-        rows, columns = -(-inner // quant_block), -(-d // quant_block)
-        scale_dtypes = (torch.uint8, torch.float32)
-        check(
-            name,
-            dims={"A": rows, "B": columns},
-            s1=(s1[0], "A B", scale_dtypes),
-            s3=(s3[0], "A B", scale_dtypes),
-            s2=(s2[0], "B A", scale_dtypes),
-        )
+        dims = {"A": -(-inner // quant_block), "B": -(-d // quant_block)}
+        check_list(name, "s1", s1, "A B", (torch.uint8, torch.float32), dims)
+        check_list(name, "s3", s3, "A B", s1[0].dtype, dims)
+        check_list(name, "s2", s2, "B A", s1[0].dtype, dims)
     elif weight_format == "mxfp4":
-        check(
-            name,
-            dims={"I": inner, "X": d // 32, "Y": inner // 32, "D": d},
-            s1=(s1[0], "I X", torch.uint8),
-            s3=(s3[0], "I X", torch.uint8),
-            s2=(s2[0], "D Y", torch.uint8),
-        )
+        dims |= {"X": d // 32, "Y": inner // 32}
+        for argument, scales, spec in (("s1", s1, "I X"), ("s3", s3, "I X"), ("s2", s2, "D Y")):
+            check_list(name, argument, scales, spec, torch.uint8, dims)
 
 
 def _experts_support(*args: object, **kwargs: object) -> Support:
     for value in (*args, *kwargs.values()):
-        # Of the lists only the first tensors are examined, here as in the contract.
+        # The contract has found a list's tensors alike.
         if isinstance(value, list) and value and value[0].dtype == torch.float64:
             return Support(False, "computes in float32, but the experts are float64")
     return float32_support(*args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -124,28 +124,10 @@ def sparse_attention(
     the two caches are those of FlashMLA's ``flash_mla_with_kvcache``.
     """
     name = "sparse_attention"
-    dims = check(
-        name,
-        q=(q, "T H D", FLOATS),
-        indices=(_flat(indices), "T K", INT32),
-        lengths=(lengths, "T", INT32),
-        sink=(sink, "H", FLOAT32_UP),
-        extra_indices=(_flat(extra_indices), "T _", INT32),
-        extra_lengths=(extra_lengths, "T", INT32),
-        plan=(plan, "_", INT32),
-    )
+    first = k_cache, indices, lengths, layout
+    second = extra_cache, extra_indices, extra_lengths, extra_layout
+    dims = _check_lists(name, q, first, second, sink, plan)
     _check_values(name, dims, dims["D"] if value_dim is None else value_dim, out, q.dtype)
-    check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=q.device)
-    both = (extra_cache is None) == (extra_indices is None)
-    require(both, name, "extra_cache and extra_indices", "given together", "one of them")
-    if extra_cache is not None:
-        check_cache(
-            name, "extra_cache", extra_cache, extra_layout, channels=dims["D"], device=q.device
-        )
-    else:
-        require(
-            extra_lengths is None, name, "extra_lengths", "None without extra_cache", "a tensor"
-        )
 
 
 @operation(
@@ -252,9 +234,13 @@ def sparse_attention_fp8_quant(
         values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
 
     Raises:
-        TypeError, ValueError: as the two operations; also for one that a backend calls.
+        TypeError, ValueError: as the two operations.
     """
-    check_quantized("sparse_attention_fp8_quant", q, positions, cos_sin_cache, n_groups)
+    name = "sparse_attention_fp8_quant"
+    check_quantized(name, q, positions, cos_sin_cache, n_groups)
+    first = k_cache, indices, lengths, layout
+    second = extra_cache, extra_indices, extra_lengths, extra_layout
+    _check_lists(name, q, first, second, sink, plan)
 
 
 @operation(mutates=("out",), outputs=_all_channels)
@@ -348,6 +334,39 @@ def sparse_attention_windows_fp8_quant(
     name = "sparse_attention_windows_fp8_quant"
     check_quantized(name, q, positions, cos_sin_cache, n_groups)
     _check_windows(name, q, k_cache, slots, counts, queries, sink, layout)
+
+
+# Cache, slots, lengths and layout id of a scope.
+_Scope: TypeAlias = tuple[Any, Any, Any, str]
+
+
+def _check_lists(
+    name: str, q: Tensor, first: _Scope, second: _Scope, sink: Tensor | None, plan: Tensor | None
+) -> dict[str, int]:
+    """Check the queries, both scopes and what goes with them; return sizes by letter."""
+    cache, indices, lengths, layout = first
+    more, extra_indices, extra_lengths, extra_layout = second
+    dims = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        indices=(_flat(indices), "T K", INT32),
+        lengths=(lengths, "T", INT32),
+        sink=(sink, "H", FLOAT32_UP),
+        extra_indices=(_flat(extra_indices), "T _", INT32),
+        extra_lengths=(extra_lengths, "T", INT32),
+        plan=(plan, "_", INT32),
+    )
+    caches = {"k_cache": (cache, layout), "extra_cache": (more, extra_layout)}
+    for argument, (given, layout_id) in caches.items():
+        if given is not None or argument == "k_cache":
+            check_cache(name, argument, given, layout_id, channels=dims["D"], device=q.device)
+    both = (more is None) == (extra_indices is None)
+    require(both, name, "extra_cache and extra_indices", "given together", "one of them")
+    if more is None:
+        require(
+            extra_lengths is None, name, "extra_lengths", "None without extra_cache", "a tensor"
+        )
+    return dims
 
 
 def _check_windows(

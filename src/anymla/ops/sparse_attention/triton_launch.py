@@ -13,7 +13,7 @@ from anymla.formats.records import PlainRowsLayout, SplitFp8Layout
 from anymla.ops import device as device_facts
 from anymla.ops._epilogue import QuantizedOut
 from anymla.ops._triton_epilogue import inverse_rope_quantize
-from anymla.ops.device import Target
+from anymla.ops.device import Target, far_reaching
 from anymla.ops.sparse_attention.config import (
     MODES,
     Tile,
@@ -288,6 +288,8 @@ def _launch(
     tokens, heads, channels = q.shape
     splits, total, at = split
     first, second = lists[0], lists[-1]
+    if len(lists) > 1 and scan.target.backend == "hip":  # the kernel chooses between addresses
+        first, second = map(_far_reaching, lists)
     out, lse, sink, tile = to.out, to.lse, scan.sink, scan.tile
     anything = lse.view(torch.int32)
     decode_kernel[(tokens * -(-heads // tile.heads) * splits,)](
@@ -309,6 +311,11 @@ def _launch(
         **row_constants(first.coded, channels),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _far_reaching(listed: Listed) -> Listed:
+    rows, indices = far_reaching(listed.rows), far_reaching(listed.indices)
+    return dataclasses.replace(listed, rows=rows, indices=indices)
 
 
 def _aligned(listed: Listed) -> bool:
