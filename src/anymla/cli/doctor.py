@@ -39,7 +39,8 @@ from anymla.runtime.devices import named_device
     "--report",
     type=OutputFile(),
     metavar="FILE",
-    help="Instead: this, conformance and, on a GPU, all times, in one zip to send to somebody.",
+    help="Instead: this, conformance and, on a GPU, all times, in one zip to send to somebody: "
+    "a minute on a CPU, a quarter of an hour or more on a GPU.",
 )
 @click.option("--vllm", is_flag=True, help="Show what the vLLM plugin offers here instead.")
 def command(

@@ -23,7 +23,7 @@ from anymla.runtime.generation_options import (
     options_by_name,
 )
 from anymla.runtime.options import EngineOptions
-from anymla.runtime.prompts import Array, Prompt, read_prompts
+from anymla.runtime.prompts import Array, Prompt, read_messages, read_prompts
 from anymla.runtime.request import Completion, FinishReason, Request
 from anymla.runtime.sampler import Sampling
 from anymla.runtime.stop_text import StopText
@@ -260,13 +260,7 @@ class LLM:
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a dialogue up to where the next answer begins; see ``chat``."""
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
-            raise TypeError(
-                'messages must be a text or a list of {"role": ..., "content": ...}, '
-                f"got {messages!r}"
-            )
+        messages = read_messages(messages)
         if self._template is None:
             self._template = ChatTemplate.from_dir(self._directory)
         return self.tokenizer.encode(self._template.render(messages), leading=False)

@@ -42,6 +42,20 @@ def read_prompts(given: Prompt | Iterable[Prompt]) -> tuple[bool, list[str | lis
     return False, [each if isinstance(each, str) else _ids(each) for each in several]
 
 
+def read_messages(given: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """List the messages of a dialogue; a text is one of the user's.
+
+    Raises:
+        TypeError: no text, and no list of mappings.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, Sequence) or not all(isinstance(each, Mapping) for each in given):
+        expected = 'a text or a list of {"role": ..., "content": ...}'
+        raise TypeError(f"messages must be {expected}, got {given!r}")
+    return cast("Sequence[Mapping[str, Any]]", given)
+
+
 def is_integer(value: object) -> bool:
     """True for an integer of Python, numpy or torch, and no truth value."""
     if isinstance(value, bool | Sequence) or getattr(value, "ndim", 0) != 0:
