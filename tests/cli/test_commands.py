@@ -77,6 +77,8 @@ def test_called_bare_in_vain_the_help_is_shown_as_it_is_formatted(words) -> None
         (("bench", "same-code", "comapre"), "did you mean compare?"),
         (("serve", "x"), "pip install '.[vllm]'"),
         (("xyz",), "there are generate, chat, score"),
+        (("-m", TINY, "-p", "a"), "a command comes first, as in anymla generate DIR -m ..."),
+        ((TINY,), "a command comes first, as in anymla chat /"),
         (("doctor", "--famly", "x"), "--family"),
         (("generate", TINY, "--max-length", 5), "max_new_tokens does not"),
         (("generate", TINY, "-c", 4096), "nothing to set"),

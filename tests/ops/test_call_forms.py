@@ -43,6 +43,7 @@ def test_a_keyword_that_there_is_not_is_refused_with_the_nearest(name):
     with pytest.raises(TypeError, match=r"no argument 'zzzzzz': it takes \w+, "):
         operation.resolve(**call, zzzzzz=1)
     assert inspect.signature(operation).parameters["backend"].default is None
+    assert repr(operation) == f"<operation {name}{inspect.signature(operation)}>"
 
 
 def test_every_operation_has_a_sample_call():

@@ -7,6 +7,7 @@ machine that cannot do it, 130 ended by Ctrl-C, 141 nobody reads the output any 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import click
@@ -37,6 +38,7 @@ _NOT_HERE = {
     "convert": "checkpoints are read as they are published, and need no conversion",
     "quantize": "checkpoints are read as they are published, quantised or not",
 }
+_COMMAND_FIRST = "a command comes first, as in anymla"
 _EXAMPLES = (
     "anymla doctor",
     "anymla chat examples/tiny/checkpoint",
@@ -48,8 +50,16 @@ class LazyGroup(Group):
     """A group whose subcommands are modules, imported when they run."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words; ``version`` is ``--version``."""
-        return super().parse_args(ctx, ["--version"] if args == ["version"] else args)
+        """Read the words; ``version`` is ``--version``.
+
+        Raises:
+            UsageError: options before a command, among them a command's.
+        """
+        try:
+            return super().parse_args(ctx, ["--version"] if args == ["version"] else args)
+        except click.NoSuchOption as error:
+            said = f"{error.option_name}: {_COMMAND_FIRST} generate DIR {error.option_name} ..."
+            raise click.UsageError(said, ctx) from error
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -61,6 +71,8 @@ class LazyGroup(Group):
         """
         if args[0] in _NOT_HERE:
             raise click.UsageError(f"No command {args[0]!r}: {_NOT_HERE[args[0]]}", ctx)
+        if args[0] not in _COMMANDS and os.path.isdir(args[0]):
+            raise click.UsageError(f"{args[0]}: {_COMMAND_FIRST} chat {args[0]}", ctx)
         return super().resolve_command(ctx, [_OTHER_NAMES.get(args[0], args[0]), *args[1:]])
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -254,6 +254,9 @@ class Operation(Generic[_P, _R]):
         self.__signature__ = inspect.signature(contract)
         contract.__dict__["__signature__"] = self._signature  # as backends take it
 
+    def __repr__(self) -> str:
+        return f"<operation {self.name}{self.__signature__}>"
+
     @property
     def backends(self) -> Mapping[str, Backend]:
         """The registered implementations by name, best first."""
