@@ -206,7 +206,7 @@ def _requires_grad(value: Any) -> bool:
 
 
 def signature_of_backends(contract: Callable[..., Any]) -> inspect.Signature:
-    """What a contract's backends take: all but ``backend``, which chooses among them."""
+    """Signature of a contract's backends: all its parameters but ``backend``."""
     signature = inspect.signature(contract)
     kept = [each for name, each in signature.parameters.items() if name != "backend"]
     return signature.replace(parameters=kept)

@@ -15,7 +15,7 @@ def default_device() -> str:
 
 
 def named_device(name: str | torch.device | None = None, option: str = "--device") -> torch.device:
-    """The device of a name.
+    """Find the device of a name.
 
     Args:
         name: "cpu", "cuda", "cuda:1", "xpu", ...; None or "auto" for the accelerator if there is
