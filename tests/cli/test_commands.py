@@ -141,6 +141,7 @@ READ_ONLY = {
     "anymla doctor --report report.zip",
     "anymla conformance --against flash_mla",
     "anymla replay attention.safetensors",
+    "anymla warm-up examples/tiny/checkpoint --max-requests 2 --max-seq-len 512",
 }
 RUN = {"generate", "chat", "score", "inspect", "make-tiny", "warm-up", "conformance", "doctor"}
 
@@ -183,7 +184,10 @@ def test_the_examples_of_the_help_are_read(words, tmp_path, monkeypatch) -> None
     ],
 )
 def test_the_examples_of_the_help_run(example, tmp_path, monkeypatch) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    tiny = tmp_path / "examples" / "tiny"
+    tiny.mkdir(parents=True)
+    (tiny / "checkpoint").symlink_to(TINY)
+    (tiny / "README.md").write_text("A text of that name, but a short one.")
     monkeypatch.chdir(tmp_path)
     before, _, line = f"| {example}".rpartition("| ")
     given = shlex.split(before)[-1] if "echo" in before else None
