@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import anymla
 import anymla.ops
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -41,13 +42,17 @@ def test_nothing_private_is_named(document) -> None:
     assert PRIVATE.findall(document.read_text(encoding="utf-8")) == []
 
 
-def test_every_public_operation_is_in_the_reference() -> None:
-    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = [*(ROOT / "docs" / "api").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for family in pkgutil.iter_modules(anymla.ops.__path__):
         if family.ispkg:
             module = importlib.import_module(f"anymla.ops.{family.name}")
+            page = ROOT / "docs" / "api" / f"{family.name}.md"
             for name in module.__all__:
-                assert f":: {module.__name__}.{name}\n" in text, name
+                assert f":: {module.__name__}.{name}\n" in page.read_text(encoding="utf-8"), name
+    for name in anymla.__all__:
+        assert f":: {getattr(anymla, name).__module__}.{name}\n" in text, name
     for name in re.findall(r"^\.\. auto(?:function|class):: (\S+)$", text, re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
@@ -95,3 +100,6 @@ def test_the_documents_are_in_the_table_of_contents() -> None:
         name = document.stem
         assert name in entries or name in ("index", "performance")
     assert "performance**" in entries
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        assert f"\napi/{page.stem}\n" in text

@@ -39,6 +39,10 @@ OTHERS = {
     "vllm": "needs vLLM",
     "python": "needs vLLM",
     "curl": "needs vLLM's server",
+    "ncu": "needs a GPU and Nsight Compute",
+    "nsys": "needs a GPU and Nsight Systems",
+    "proton-viewer": "needs a recording of a GPU",
+    "unzip": "looks into a report",
 }
 # Words of anymla's commands that are parsed but not run, and why.
 ELSEWHERE = {
@@ -48,6 +52,11 @@ ELSEWHERE = {
     "xpu": "needs an Intel GPU",
     "flash_mla": "needs FlashMLA",
     "--vllm": "needs vLLM",
+    "gpu": "needs a GPU",
+    "--timeline": "needs a GPU",
+    "--report": "takes minutes",
+    "build-matrix": "takes minutes",
+    "same-code": "takes minutes",
     "xpu-attention": "needs Intel's compilers",
     "vllm": "needs vLLM",
     "mypackage.attention:sparse_attention": "the reader's own package",
@@ -62,9 +71,10 @@ SHORTER = {
 
 @dataclasses.dataclass
 class Command:
-    """A command, what it shall print, and whether it shall fail."""
+    """A command, what it is given and shall print, and whether it shall fail."""
 
     words: list[str]
+    given: str | None = None
     printed: list[str] = dataclasses.field(default_factory=list)
     fails: bool = False
 
@@ -78,11 +88,13 @@ def commands(language: str, code: str) -> Iterator[Command]:
             continue
         fails = line.endswith("# fails")
         for part in line.removeprefix("$ ").split(" && "):
-            words = shlex.split(part, comments=True)
+            words, given = shlex.split(part, comments=True), None
+            if words[:1] == ["echo"] and words[2] == "|":
+                _, given, _, *words = words
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 del words[0]
             if words:
-                found.append(Command(words, fails=fails))
+                found.append(Command(words, given, fails=fails))
     yield from found
 
 
@@ -136,7 +148,7 @@ def run(command: Command) -> None:
         return
     chosen = {"--case", "--list", "--end-to-end"} & {*words}
     short = () if chosen else SHORTER.get(words[0], ())
-    result = CliRunner().invoke(main, [*words, *short])
+    result = CliRunner().invoke(main, [*words, *short], input=command.given)
     assert result.exit_code == command.fails, (command, result.output)
     for line in command.printed:
         assert line in result.output.splitlines()

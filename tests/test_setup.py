@@ -1,10 +1,12 @@
 """What installs the package: pinned versions, least versions, and the Makefile's messages."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,33 @@ def test_an_old_python_is_named(tmp_path) -> None:
     done = _make(tmp_path, "exit 1")
     assert done.returncode
     assert "3.11 or newer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("remote", "home"),
+    [
+        ("https://host.example/owner/name.git", "https://host.example/owner/name"),
+        ("https://user:secret@host.example/owner/name", "https://host.example/owner/name"),
+        ("git@host.example:owner/name.git", "https://host.example/owner/name"),
+        ("ssh://git@host.example/owner/name", "https://host.example/owner/name"),
+        ("/srv/git/name.git", None),
+        ("file:///srv/git/name", None),
+        ("", None),
+    ],
+)
+def test_the_metadata_names_where_it_was_built_from(remote, home, monkeypatch) -> None:
+    hatchling = types.ModuleType("hatchling.metadata.plugin.interface")  # pip builds with its own
+    hatchling.MetadataHookInterface = object
+    monkeypatch.setitem(sys.modules, hatchling.__name__, hatchling)
+    urls = runpy.run_path(str(ROOT / "hatch_build.py"))["project_urls"](remote)
+    pages = {"Homepage": home, "Repository": home, "Issues": f"{home}/issues"}
+    assert urls == (pages if home else {})
+
+
+def test_the_metadata_says_what_it_is() -> None:
+    assert {"deepseek-v4", "flashmla", "sparse-attention", "triton"} <= {*PROJECT["keywords"]}
+    assert any(each.startswith("Topic :: ") for each in PROJECT["classifiers"])
+    assert "urls" in PROJECT["dynamic"]
 
 
 def test_this_python_is_one_that_is_listed() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from anymla.audit.packet import Packed, Packet
 from anymla.audit.rows import RowRecorder
-from anymla.testing.devices import default_device
+from anymla.runtime.devices import default_device
 from anymla.testing.pytest_plugin import inference_rules  # noqa: F401
 
 CPU = torch.device("cpu")

@@ -151,6 +151,23 @@ def test_what_a_library_does_not_claim_is_said() -> None:
     assert "has no compressed_rows" in result.output
 
 
+def counts_threads(*args, **kwargs):
+    raise RuntimeError(f"{torch.get_num_threads()} thread(s) in process {os.getpid()}")
+
+
+def test_a_worker_is_kept_and_computes_with_one_thread(monkeypatch) -> None:
+    """As the command does without workers: threads of small calls only wait for each other."""
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    named = "test_conformance_command:counts_threads=sparse_attention"
+    cases = [load_cases()[name] for name in ("A1", "A2", "A4")]
+    told = Request(None, named, "cpu", False, ())
+    found = run_isolated(cases, told, "counts_threads", jobs=1, timeout_s=300)
+    (said,) = {each.detail for each in found}
+    assert "1 thread(s) in process " in said
+
+
 def test_an_exception_is_a_failure() -> None:
     words = ("--jobs", 0, "--device", "cpu", "--case", "A1")
     result = conformance("--against", here("raises") + "=sparse_attention", *words)

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 import types
@@ -14,7 +15,7 @@ from anymla.bench.doctor import machine as machine_facts
 from anymla.bench.doctor.clock import Ceilings
 from anymla.bench.doctor.examine import all_probes, examine
 from anymla.bench.doctor.machine import _busy, machine
-from anymla.cli.device_report import report_steps, write_report
+from anymla.cli.device_report import _last_line, report_steps, write_report
 from anymla.cli.main import main
 from anymla.ops import device as device_facts
 from anymla.ops.device import has_numba
@@ -189,7 +190,7 @@ def test_a_part_that_the_plugin_lacks_is_one_line(monkeypatch: pytest.MonkeyPatc
     assert "attention, indexer, compressor, mhc, experts, linears" in result.stderr
 
 
-def test_a_report_has_every_result_whatever_fails(tmp_path) -> None:
+def test_a_report_has_every_result_whatever_fails(tmp_path, capsys) -> None:
     steps = [
         [
             "doctor",
@@ -206,6 +207,13 @@ def test_a_report_has_every_result_whatever_fails(tmp_path) -> None:
     ]
     file = tmp_path / "report.zip"
     assert not write_report(file, steps)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("1 of 3: anymla doctor --device cpu --no-speed")
+    assert said[3] == "2 of 3: anymla conformance --case none such"
+    assert re.fullmatch(r"  \d+ s, exit code 2", said[5])
+    assert re.fullmatch(
+        rf"{re.escape(str(file))}: \d+ kB; docs/.*\.md says where to send it", said[-1]
+    )
     with zipfile.ZipFile(file) as archive:
         names = set(archive.namelist())
         assert names == {
@@ -216,6 +224,24 @@ def test_a_report_has_every_result_whatever_fails(tmp_path) -> None:
         assert codes[0] == codes[2] == "0" != codes[1]
         assert json.loads(archive.read("doctor.json"))["ok"] is True
         assert b"L1" in archive.read("3-conformance.log")
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        ("", ""),
+        ("one\ntwo\n\n", "two"),
+        ("bar  10%\rbar  20%\r", "bar 20%"),
+        ("x\n\x1b[2Jy\n", "\\x1b[2Jy"),
+        ("a\n" * 9000 + "é" * 300, "é"),
+    ],
+)
+def test_a_terminal_sees_what_a_step_says_last(tmp_path, log, shown) -> None:
+    (tmp_path / "log").write_text(log, encoding="utf-8")
+    line = _last_line(tmp_path / "log")
+    assert line.startswith(shown)
+    assert len(line) <= 160
+    assert bool(line) == bool(shown)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])

@@ -241,7 +241,8 @@ def test_an_empty_dump(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give exactly one of --checkpoint and --cache"),
+        (["--kv-cache", "fp8"], "give exactly one of --checkpoint and --cache"),
+        (["a", "--checkpoint", "b"], "a: --checkpoint b is given as well"),
         (["--checkpoint", "a", "--cache", "b"], "give exactly one of --checkpoint and --cache"),
         (["--checkpoint", "{tmp}/none"], "{tmp}/none: no such directory"),
         (["--checkpoint", "{tmp}"], "{tmp}: not a checkpoint, it has no config.json"),

@@ -58,7 +58,7 @@ def test_every_command_explains_itself(name: str) -> None:
     assert result.output.startswith(f"Usage: main {name} ")
 
 
-@pytest.mark.parametrize("arguments", [("nonsense",), ("--nonsense",), ("make-tiny",)])
+@pytest.mark.parametrize("arguments", [("nonsense",), ("--nonsense",), ("make-tiny", "a", "b")])
 def test_bad_usage_is_exit_code_two(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2

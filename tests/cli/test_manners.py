@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from anymla.cli import files
 from anymla.cli.main import main
 from anymla.formats.files import naming
+from anymla.runtime.devices import named_device
 from anymla.testing import tiny_checkpoint
-from anymla.testing.devices import named_device
 
 FULL = Path("/dev/full")
 NO_SPACE = "No space left on device"

@@ -33,6 +33,19 @@ def _forms(operation, call):
         yield form, args, dict(reversed(given.items()))
 
 
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_a_keyword_that_there_is_not_is_refused_with_the_nearest(name):
+    operation, call = OPERATIONS[name], sample_call(name)
+    last = list(call)[-1]
+    for backend in BACKENDS:
+        with pytest.raises(TypeError, match=rf"^{name}: no argument '{last}_': did you mean "):
+            operation(**call, **{f"{last}_": 1}, backend=backend)
+    with pytest.raises(TypeError, match=r"no argument 'zzzzzz': it takes \w+, "):
+        operation.resolve(**call, zzzzzz=1)
+    assert inspect.signature(operation).parameters["backend"].default is None
+    assert repr(operation) == f"<operation {name}{inspect.signature(operation)}>"
+
+
 def test_every_operation_has_a_sample_call():
     for name, operation in OPERATIONS.items():
         call = sample_call(name)

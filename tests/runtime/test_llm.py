@@ -1,15 +1,21 @@
 """``LLM`` on the trained tiny checkpoint of the examples."""
 
+import inspect
 import json
 import pathlib
 import shutil
+from typing import get_type_hints
 
+import numpy as np
 import pytest
+import torch
 
 import anymla
 from anymla import LLM
 from anymla.model.config_fields import ConfigError
 from anymla.model.generation import ChatTemplate, GenerationDefaults
+from anymla.model.load import activation_dtype, dtype_name
+from anymla.runtime.generation_options import GenerationOptions
 
 CHECKPOINT = pathlib.Path(__file__).parents[2] / "examples" / "tiny" / "checkpoint"
 PROMPT = "And the LORD said unto Moses,"
@@ -136,9 +142,169 @@ def test_no_prompts_give_no_texts(llm) -> None:
     assert llm.generate([]) == []
 
 
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="dtype must be bf16 or fp32, got 'fp16'"):
-        LLM(CHECKPOINT, dtype="fp16")
+@pytest.mark.parametrize("dtype", ["fp16", "half", torch.float16, torch.int8, None])
+def test_a_dtype_that_there_is_not_is_refused(dtype) -> None:
+    with pytest.raises(ValueError, match=r"dtype must be bf16 \(bfloat16\), fp32"):
+        LLM(CHECKPOINT, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float32", "torch.float32", torch.float32, torch.float])
+def test_a_dtype_has_many_names(dtype, tmp_path) -> None:
+    assert activation_dtype(dtype, tmp_path) == torch.float32
+    assert dtype_name(dtype) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [
+        ({"torch_dtype": "float32"}, torch.float32),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, torch.float32),
+        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.bfloat16),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_auto_is_what_the_checkpoint_says_of_what_there_is(said, dtype, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert activation_dtype("auto", tmp_path) == dtype
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
+        activation_dtype("auto", tmp_path)
+
+
+IDS = [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        IDS,
+        tuple(IDS),
+        range(5, 8),
+        np.array(IDS),
+        np.array(IDS, dtype=np.uint16),
+        [np.int64(5), 6, torch.tensor(7)],
+        torch.tensor(IDS),
+        torch.tensor(IDS, dtype=torch.int32),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_prompt_is_a_text_or_token_ids_of_any_kind(llm, one) -> None:
+    wanted = llm.generate([IDS], max_new_tokens=3, temperature=0)
+    assert [each.prompt_token_ids for each in wanted] == [(5, 6, 7)]
+    assert llm.generate(one, max_new_tokens=3, temperature=0) == wanted[0]
+    both = llm.generate([one, "In the"], max_new_tokens=3, temperature=0)
+    assert both[0].token_ids == wanted[0].token_ids
+    assert "".join(llm.stream(one, max_new_tokens=3, temperature=0)) == wanted[0].text
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_rows_of_an_array_are_prompts(llm, array) -> None:
+    done = llm.generate(array([IDS, IDS]), max_new_tokens=2, temperature=0)
+    assert [each.prompt_token_ids for each in done] == [(5, 6, 7)] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "got NoneType"),
+        (5, "got int"),
+        (b"text", "got bytes"),
+        ([5.0], "got float"),
+        ([True, False], "got bool"),
+        (["a", 5], "a prompt must be a text, token ids"),
+        ([[5, "a"]], "token ids must be integers, got str"),
+        (torch.zeros(3), "got float"),
+        (torch.zeros(1, 1, 1), r"must be \[T\] or \[prompts, T\], got \[1, 1, 1\]"),
+        ({"input_ids": IDS}, "give what is under 'input_ids'"),
+        ([{"prompt": "a"}], "give what is under 'prompt'"),
+        ([{"role": "user", "content": "a"}], "messages go to LLM.chat"),
+    ],
+)
+def test_what_is_no_prompt_is_named(llm, prompt, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        llm.generate(prompt)
+
+
+def test_one_prompt_is_streamed(llm) -> None:
+    with pytest.raises(TypeError, match=r"streams one prompt; LLM\.generate takes several"):
+        llm.stream(["a", "b"])
+
+
+class SamplingParams:
+    """Another library's."""
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate("a", max_tokens=3), "did you mean max_new_tokens?"),
+        (lambda llm: llm.generate("a", max_lenght=3), "max_new_tokens does not"),
+        (lambda llm: llm.generate("a", top_K=3), "did you mean top_k?"),
+        (lambda llm: llm.generate("a", tempreature=3), "did you mean temperature?"),
+        (lambda llm: llm.generate("a", do_sample=True), "temperature 0 takes the best token"),
+        (lambda llm: llm.generate("a", sampling_params=SamplingParams()), "max_new_tokens, temp"),
+        (lambda llm: llm.generate("a", SamplingParams()), "got SamplingParams by position"),
+        (lambda llm: llm.generate(prompt="a"), "the first argument takes a text"),
+        (lambda llm: llm.generate("a", zzz=1), "there are max_new_tokens, temperature"),
+        (lambda llm: llm.stream("a", max_tokens=3), "LLM.stream: no option 'max_tokens'"),
+        (lambda llm: llm.chat("a", max_tokens=3), "LLM.chat: no option 'max_tokens'"),
+        (lambda llm: LLM("x", torch_dtype="auto"), "did you mean dtype?"),
+        (lambda llm: LLM("x", tensor_parallel_size=2), "torchrun --nproc-per-node N"),
+        (lambda llm: LLM("x", trust_remote_code=True), "a checkpoint's code is never run"),
+        (lambda llm: LLM("x", "cuda"), "options are keywords, got str by position"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_the_right_one(llm, call, message) -> None:
+    with pytest.raises(TypeError) as caught:
+        call(llm)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": "3"}, "max_new_tokens must be an integer, got '3'"),
+        ({"max_new_tokens": 3.0}, "max_new_tokens must be an integer, got 3.0"),
+        ({"seed": True}, "seed must be an integer, got True"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"stop": 5}, "stop must be a string or strings, got 5"),
+        ({"stop": ["a", 5]}, "stop must be a string or strings"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
+    ],
+)
+def test_an_option_of_another_type_is_named(llm, options, message) -> None:
+    with pytest.raises(TypeError) as caught:
+        llm.generate("a", **options)
+    assert message in str(caught.value)
+
+
+def test_none_is_as_if_left_out_and_numbers_may_be_numpys(llm) -> None:
+    nothing = dict.fromkeys(GenerationOptions.__annotations__)
+    options = {"max_new_tokens": np.int32(3), "temperature": np.float32(0)}
+    done = llm.generate("a", **(nothing | options))
+    assert done == llm.generate("a", max_new_tokens=3, temperature=0)
+
+
+@pytest.mark.parametrize("method", [LLM.generate, LLM.stream, LLM.chat])
+def test_a_signature_shows_every_option_with_its_default(method) -> None:
+    shown = inspect.signature(method).parameters
+    taken = inspect.signature(LLM._asked).parameters
+    for name, hint in get_type_hints(GenerationOptions).items():
+        assert shown[name].default == taken[name].default
+        assert shown[name].annotation == hint
+    assert taken.keys() - {"self"} == GenerationOptions.__annotations__.keys() <= shown.keys()
+
+
+def test_a_text_is_a_message_of_the_users(llm) -> None:
+    text = "The passkey is 482193. What is the passkey?"
+    said = llm.chat(text, max_new_tokens=12, temperature=0)
+    messages = [{"role": "user", "content": text}]
+    assert said == llm.chat(messages, max_new_tokens=12, temperature=0)
+    assert "482193" in said.text
+    for wrong in (messages[0], ["a"], 5):
+        with pytest.raises(TypeError, match="messages must be a text or a list of"):
+            llm.chat(wrong)
 
 
 def test_the_package_has_no_other_names() -> None:

@@ -99,9 +99,9 @@ def _read(layout: str, cache: Tensor, entries: int) -> dict[str, Tensor]:
 
 
 def _qkv_norm(case: Case, backend: str) -> dict[str, Tensor]:
-    inputs = [case.tensors[name] for name in ("qr", "kv", "qr_weight", "kv_weight")]
+    q, row, q_weight, weight = (case.tensors[n] for n in ("qr", "kv", "qr_weight", "kv_weight"))
     eps = float(case.numbers["eps"])
-    qr, kv = fused_q_kv_rmsnorm(*inputs, eps, backend=backend)
+    qr, kv = fused_q_kv_rmsnorm(q, row, q_weight, weight, eps, backend=backend)
     return {"qr_out": qr, "kv_out": kv}
 
 
@@ -245,7 +245,7 @@ def _experts(case: Case, backend: str) -> dict[str, Tensor]:
         "w2": down["w2"],
         **({} if plain else _scales(case.tensors["w13_scale"], half, down["w2_scale"])),
     }
-    parts = {name: list(part.contiguous().unbind()) for name, part in lists.items()}
+    parts: dict[str, Any] = {name: list(part.contiguous().unbind()) for name, part in lists.items()}
     parts |= {name: [] for name in ("s1", "s3", "s2") if plain}
     shared = case.tensors.get("shared")
     out = experts(

@@ -19,6 +19,7 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear
 from anymla.ops.moe import experts
+from anymla.ops.registry import Operation
 
 PART = "weights read by products of few tokens, bf16"
 TOKENS = (1, 2, 4, 8, 16)
@@ -86,7 +87,12 @@ def _weight(kind: str, rows: int, columns: int) -> tuple[Tensor, ...]:
 
 def _product(kind: str, weights: list[tuple[Tensor, ...]], tokens: int) -> _Work:
     x = torch.randn(tokens, _COLUMNS).bfloat16()
-    operation = {"bf16": linear, "fp8": fp8_block_linear, "mxfp4": mxfp4_linear}[kind]
+    operations: dict[str, Operation[..., Tensor]] = {
+        "bf16": linear,
+        "fp8": fp8_block_linear,
+        "mxfp4": mxfp4_linear,
+    }
+    operation = operations[kind]
     how: dict[str, Any] = {} if kind == "bf16" else {"quantize_activations": True}
     turn = itertools.cycle(weights)
     backend = operation.resolve(x, *weights[0], **how).name
@@ -102,7 +108,7 @@ def _mixture(kind: str, bank: list[list[tuple[Tensor, ...]]], tokens: int) -> _W
     scales = [[pair[1] for pair in each] for each in bank]
     names = ("w1", "w3", "w2", "s1", "s3", "s2")
     stored: dict[str, Any] = dict(zip(names, matrices + scales, strict=True))
-    call = functools.partial(
+    call: functools.partial[Tensor] = functools.partial(
         experts, weights=weights, **stored,
         weight_format=kind, swiglu_limit=10.0, quantize_activations=True,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from anymla.cli import (
     bench_report,
     bench_same_code,
     bench_xpu,
+    commands,
 )
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import command_line, json_option
@@ -30,12 +31,14 @@ from anymla.cli.run_options import threads_option
 _PARTS = ("machine", "attention", "packed", "selection", "decode", "context", "memory")
 
 
-@click.group()
+@commands.group(examples=["anymla bench cpu --quick", "anymla bench gpu"])
 def command() -> None:
     """Measure speed and memory on this machine."""
 
 
-@command.command()
+@command.command(
+    examples=["anymla bench cpu --quick --part selection", "anymla bench cpu --json cpu.jsonl"]
+)
 @json_option
 @click.option("--quick", is_flag=True, help="Fewer repetitions, shorter contexts.")
 @click.option(
@@ -45,7 +48,7 @@ def command() -> None:
     type=click.Choice(_PARTS),
     help="Only this part; may be given several times.",
 )
-@threads_option("CPU threads.", default=1, show_default=True)
+@threads_option(text="CPU threads.", default=1, show_default=True)
 def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: int) -> None:
     """Run the CPU suite: attention, packed weights, selection, a whole tiny model, context, memory.
 

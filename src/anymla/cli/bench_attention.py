@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import (
     json_option,
@@ -19,7 +20,12 @@ from anymla.cli.bench_rows import (
 )
 
 
-@click.command()
+@commands.command(
+    examples=[
+        "anymla bench attention --heads 64 --flash-mla",
+        "anymla bench attention --fused-end --json rows.jsonl",
+    ]
+)
 @json_option
 @click.option("--backend", default="gluon_sm90", show_default=True, help="Of sparse_attention.")
 @click.option("--flash-mla", is_flag=True, help="Next to FlashMLA, which must be importable.")

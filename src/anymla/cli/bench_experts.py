@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bench_rows import json_option, measure, require_gpu
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 _PEERS = ("marlin", "triton_kernels", "humming", "humming_token")
 
 
-@click.command()
+@commands.command(examples=["anymla bench experts --experts 256 --tokens 1 --tokens 128"])
 @json_option
 @click.option(
     "--model",

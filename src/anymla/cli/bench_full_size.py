@@ -8,18 +8,25 @@ from pathlib import Path
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bad_input import bad_input
 from anymla.cli.bench_rows import command_line, gpu_facts, json_option, require_gpu, tell
-from anymla.cli.run_options import all_reduce_option, as_one, shared_ranks
+from anymla.cli.run_options import all_reduce_option, as_one, device_option, shared_ranks
 from anymla.model.build import shares_channels
 from anymla.model.load import DTYPES
+from anymla.runtime.devices import named_device
 from anymla.runtime.launch import local_device
 
 # A step of one request of V4-Flash-0731, on four GPUs or more.
 _BAR_US = 8000.0
 
 
-@click.command()
+@commands.command(
+    examples=[
+        "anymla bench full-size --model tiny --device cpu --batch 1 --context 150 --steps 2",
+        "torchrun --nproc-per-node 4 -m anymla bench full-size",
+    ]
+)
 @json_option
 @click.option(
     "--model",
@@ -29,7 +36,7 @@ _BAR_US = 8000.0
 )
 @click.option("--layers", type=click.IntRange(min=1), help="Of the backbone; default: all.")
 @click.option("--experts", type=click.IntRange(min=6), help="Routed ones; default: all.")
-@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@device_option
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(list(DTYPES)))
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8, 32))
 @click.option(
@@ -56,7 +63,7 @@ def full_size(
     model: str,
     layers: int | None,
     experts: int | None,
-    device: str,
+    device: str | None,
     dtype: str,
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
@@ -74,9 +81,10 @@ def full_size(
     from anymla.bench.environment import environment
     from anymla.bench.report import Result
 
-    if device == "cuda":
+    if device is None and model != "tiny":
         require_gpu()
-    here, kind = local_device(device), DTYPES[dtype]
+    with bad_input():
+        here, kind = local_device(str(named_device(device))), DTYPES[dtype]
     with as_one(here), bad_input():
         config = bench.drafting_config(model, layers=layers, experts=experts)
         ranks = shared_ranks(all_reduce, here, kind)
@@ -104,13 +112,13 @@ def full_size(
                 batches=batches,
                 contexts=contexts,
                 draft_tokens=guessed,
-                mode="graph" if device == "cuda" else "fixed",
+                mode="graph" if here.type == "cuda" else "fixed",
                 kv_cache="fp32" if dtype == "fp32" else "fp8",
                 count=steps,
                 bar_us=_BAR_US if whole and ranks.size >= 4 else None,
             )
 
-        facts = gpu_facts() if device == "cuda" else environment(command_line())
+        facts = gpu_facts() if here.type == "cuda" else environment(command_line())
         facts |= {"ranks": ranks.size, "one_shot_sums": ranks.peers is not None}
         tell(
             results(),

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from anymla.bench.environment import environment
 from anymla.bench.report import append_lines
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import (
     command_line,
@@ -24,7 +25,9 @@ from anymla.cli.bench_rows import (
 from anymla.cli.files import write_text
 
 
-@click.command()
+@commands.command(
+    examples=["anymla bench gpu --json gpu.jsonl", "anymla bench gpu --family attention"]
+)
 @json_option
 @click.option("--family", "chosen", multiple=True, help="Only this module of cases; repeatable.")
 def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
@@ -41,7 +44,7 @@ def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
     )
 
 
-@click.command()
+@commands.command(examples=["anymla bench build-matrix --first file --target sm_90"])
 @json_option
 @click.option("--target", "chosen", multiple=True, help="Only this target; repeatable.")
 @click.option("--module", default="", help="Only kernel files whose name contains this.")
@@ -119,7 +122,7 @@ def build_matrix(
         click.get_current_context().exit(1)
 
 
-@click.command()
+@commands.command(examples=["anymla bench indexer --shapes decode"])
 @json_option
 @click.option(
     "--backend",

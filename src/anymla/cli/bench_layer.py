@@ -10,7 +10,8 @@ import click
 import torch
 
 from anymla.bench.peers import Peer
-from anymla.cli.bad_input import BadInput
+from anymla.cli import commands
+from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import (
     command_line,
     gpu_facts,
@@ -21,11 +22,13 @@ from anymla.cli.bench_rows import (
     tell,
 )
 from anymla.cli.numbers import Finite
+from anymla.cli.run_options import device_option
 from anymla.runtime.device_step import Reads
+from anymla.runtime.devices import named_device
 from anymla.runtime.options import DecodeMode
 
 
-@click.command()
+@commands.command(examples=["anymla bench layer --model flash --ratio 4 --batch 8 --timeline"])
 @json_option
 @click.option(
     "--model", "models", multiple=True, type=click.Choice(["flash", "pro"]), help="Repeatable."
@@ -104,7 +107,7 @@ def layer(
     )
 
 
-@click.command()
+@commands.command(examples=["anymla bench model --layers 4 --batch 1 --graphs-only"])
 @json_option
 @click.option(
     "--model", default="flash", show_default=True, type=click.Choice(["flash", "pro", "flash-41"])
@@ -154,12 +157,12 @@ def model(
     )
 
 
-@click.command()
+@commands.command(examples=["anymla bench traffic --steps 200"])
 @json_option
-@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@device_option
 @click.option("--steps", default=10_000, show_default=True, type=click.IntRange(min=1))
 @click.option("--seconds", type=Finite(min=0, min_open=True), help="Stop after so long.")
-def traffic(json_file: Path | None, device: str, steps: int, seconds: float | None) -> None:
+def traffic(json_file: Path | None, device: str | None, steps: int, seconds: float | None) -> None:
     """Serve random requests with a tiny model after its warm-up.
 
     Nothing may be compiled any more, and no memory be taken.
@@ -167,10 +170,9 @@ def traffic(json_file: Path | None, device: str, steps: int, seconds: float | No
     from anymla.bench.environment import environment
     from anymla.bench.traffic import run
 
-    facts = environment(command_line())
-    if device == "cuda":
-        require_gpu()
-        facts = gpu_facts()
+    with bad_input():
+        place = named_device(device)
+    facts = environment(command_line()) if place.type == "cpu" else gpu_facts()
     with tempfile.TemporaryDirectory() as directory:
-        found = run(Path(directory), torch.device(device), steps=steps, seconds=seconds or math.inf)
+        found = run(Path(directory), place, steps=steps, seconds=seconds or math.inf)
         tell(found, json_file, facts, nothing=f"--seconds {seconds}: over with the warm-up")

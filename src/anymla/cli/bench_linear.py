@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bench_rows import json_option, measure, require_gpu
 
 
-@click.command()
+@commands.command(examples=["anymla bench linear --model flash --tokens 1 --tokens 128"])
 @json_option
 @click.option(
     "--model",

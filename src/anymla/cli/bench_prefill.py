@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bench_rows import (
     json_option,
     measure,
@@ -17,7 +18,7 @@ from anymla.cli.bench_rows import (
 )
 
 
-@click.command()
+@commands.command(examples=["anymla bench prefill --flash-mla"])
 @json_option
 @click.option(
     "--backend", default="gluon_sm90", show_default=True, help="Of attention during prefill."

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import OutputFile, write_text
 
 
-@click.command()
+@commands.command(examples=["anymla bench report --output report.html"])
 @click.option(
     "--results",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

@@ -8,18 +8,25 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import require_known
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.group("same-code")
+@commands.group(
+    "same-code",
+    examples=[
+        "anymla bench same-code record before.jsonl",
+        "anymla bench same-code compare before.jsonl after.jsonl",
+    ],
+)
 def same_code() -> None:
     """Compare the PTX and AMD assembly of two states of the kernels; needs no GPU."""
 
 
-@same_code.command()
+@same_code.command(examples=["anymla bench same-code record before.jsonl --target sm_90"])
 @click.argument("output", type=_FILE)
 @click.option("--target", "chosen", multiple=True, help="Repeatable. [default: sm_90, gfx942]")
 @click.option("--module", multiple=True, help="Only files whose dotted name has this; repeatable.")
@@ -47,7 +54,7 @@ def record(
     click.echo(f"{len(work)} builds")
 
 
-@same_code.command()
+@same_code.command(examples=["anymla bench same-code compare before.jsonl after.jsonl"])
 @click.argument("before", type=click.Path(dir_okay=False, exists=True, path_type=Path))
 @click.argument("after", type=click.Path(dir_okay=False, exists=True, path_type=Path))
 def compare(before: Path, after: Path) -> None:

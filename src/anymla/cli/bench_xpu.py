@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import command_line, json_option, require_known, require_peer
 
 
-@click.command("xpu-attention")
+@commands.command("xpu-attention", examples=["anymla bench xpu-attention FOLDER --target xpu_bmg"])
 @click.argument("vllm", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @json_option
 @click.option("--target", "chosen", multiple=True, help="Only this of Intel's GPUs; repeatable.")

@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bad_input import bad_input
 from anymla.cli.manners import on_terminal
 from anymla.cli.run_options import RunOptions, run_options
@@ -16,9 +17,15 @@ from anymla.ops.registry import BackendUnavailable
 from anymla.runtime.llm import LLM
 
 
-@click.command()
+@commands.command(
+    examples=[
+        "anymla chat examples/tiny/checkpoint",
+        'echo "The passkey is 482193. What is the passkey?" | anymla chat examples/tiny/checkpoint',
+    ],
+    no_args_is_help=True,
+)
 @click.option("--system", metavar="TEXT", help="What the model is told before the dialogue.")
-@click.option("--max-new-tokens", default=256, show_default=True, help="Of an answer.")
+@click.option("-n", "--max-new-tokens", default=256, show_default=True, help="Of an answer.")
 @sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option(

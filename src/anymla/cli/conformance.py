@@ -12,17 +12,26 @@ import click
 import torch
 from tqdm import tqdm
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import OutputFile, write_text
 from anymla.cli.numbers import Finite
-from anymla.testing.devices import named_device, prepare
+from anymla.cli.run_options import device_option
+from anymla.runtime.devices import named_device
+from anymla.testing.devices import prepare
 
 if TYPE_CHECKING:
     from anymla.testing.conformance.registry import Case
     from anymla.testing.conformance.runner import Outcome, Subject
 
 
-@click.command()
+@commands.command(
+    examples=[
+        "anymla conformance --backend torch --case A1 --case A4",
+        "anymla conformance --against flash_mla",
+        "anymla conformance --list",
+    ]
+)
 @click.option("--backend", metavar="NAME", help="Of the operations; the best of each by default.")
 @click.option(
     "--against",
@@ -31,7 +40,7 @@ if TYPE_CHECKING:
     "instead.",
 )
 @click.option("--case", "chosen", metavar="ID", multiple=True, help="Only this case; repeatable.")
-@click.option("--device", metavar="NAME", help="cpu, cuda or xpu; the accelerator if there is one.")
+@device_option
 @click.option(
     "--compiled",
     is_flag=True,

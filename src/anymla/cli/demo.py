@@ -11,6 +11,7 @@ from typing import cast
 import click
 from tqdm import tqdm
 
+from anymla.cli import commands
 from anymla.cli.bad_input import bad_input
 from anymla.cli.files import read_text
 from anymla.cli.manners import on_terminal
@@ -38,7 +39,9 @@ def _count(
     return click.option(name, default=default, show_default=True, type=number, help=text)
 
 
-@click.command()
+@commands.command(
+    examples=["anymla demo examples/tiny/persuasion.txt --checkpoint examples/tiny/checkpoint"]
+)
 @click.argument(
     "texts",
     nargs=-1,

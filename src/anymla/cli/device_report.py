@@ -5,16 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from tqdm import tqdm
 
+from anymla.cli.terminal import one_line
 from anymla.formats.files import naming
 
 # Of a conformance case: a kernel's first compilation is part of it.
 _SECONDS_A_CASE = 600
+_POLL_S = 0.5
+# Bytes at the end of a log that are looked at, and characters of a line that are shown.
+_TAIL, _SHOWN = 4096, 160
+# What each command does, by its first word.
+_PURPOSES = {
+    "doctor": "this machine, and every family of operations: half a minute",
+    "conformance": "every known bug, a case each: half a minute, or minutes of compiling kernels",
+    "bench": "times of all kernels: ten minutes or more",
+}
 
 
 def report_steps(device: str) -> list[list[str]]:
@@ -48,26 +60,47 @@ def write_report(file: Path, steps: Sequence[Sequence[str]]) -> bool:
     Returns:
         Whether all ended with exit code 0.
     """
-    codes = []
+    codes, lines = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, words in enumerate(steps, 1):
-            click.echo(f"anymla {' '.join(words)}")
-            with (folder / f"{number}-{words[0]}.log").open("wb") as log:
-                done = subprocess.run(
-                    [sys.executable, "-m", "anymla", *words],
-                    cwd=folder,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    check=False,
-                )
-            codes.append(done.returncode)
-            click.echo(f"  exit code {done.returncode}")
-        lines = [
-            f"{code} anymla {' '.join(words)}\n" for code, words in zip(codes, steps, strict=True)
-        ]
+            command = f"anymla {' '.join(words)}"
+            click.echo(f"{number} of {len(steps)}: {command}\n  {_PURPOSES[words[0]]}", err=True)
+            began = time.perf_counter()
+            codes.append(_run(words, folder, folder / f"{number}-{words[0]}.log"))
+            took = f"{time.perf_counter() - began:.0f} s"
+            click.echo(f"  {took}, exit code {codes[-1]}", err=True)
+            lines.append(f"{codes[-1]} {command}  # {took}\n")
         (folder / "steps.txt").write_text("".join(lines), encoding="utf-8")
         with naming(file), zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for each in sorted(folder.iterdir()):
                 archive.write(each, each.name)
+    size = file.stat().st_size / 1000
+    click.echo(f"{file}: {size:.0f} kB; docs/your-own-gpu.md says where to send it", err=True)
     return not any(codes)
+
+
+def _run(words: Sequence[str], folder: Path, log: Path) -> int:
+    """Run a command in a folder; a terminal shows the line that it printed last, and the time."""
+    with (
+        log.open("wb") as output,
+        tqdm(bar_format="  {elapsed}  {desc}", disable=None, leave=False) as bar,
+        subprocess.Popen(
+            [sys.executable, "-m", "anymla", *words],
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        while True:
+            try:
+                return process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                bar.set_description_str(_last_line(log))
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL))
+        said = file.read().decode("utf-8", "replace").replace("\r", "\n").split("\n")
+    return one_line(next((line for line in reversed(said) if line.strip()), ""), _SHOWN)

@@ -16,14 +16,16 @@ from anymla.bench.doctor.clock import Ceilings, measure_ceilings
 from anymla.bench.doctor.examine import CANNOT, Finding, all_probes, examine
 from anymla.bench.doctor.machine import machine
 from anymla.bench.doctor.trial import Probe
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.device_report import report_steps, write_report
 from anymla.cli.files import STANDARD, OutputFile, write_text
-from anymla.testing.devices import named_device
+from anymla.cli.run_options import device_option
+from anymla.runtime.devices import named_device
 
 
-@click.command()
-@click.option("--device", metavar="NAME", help="cpu, cuda or xpu; the accelerator if there is one.")
+@commands.command(examples=["anymla doctor --no-speed", "anymla doctor --report report.zip"])
+@device_option
 @click.option(
     "--json",
     "json_file",
@@ -37,7 +39,8 @@ from anymla.testing.devices import named_device
     "--report",
     type=OutputFile(),
     metavar="FILE",
-    help="Instead: this, conformance and, on a GPU, all times, in one zip to send to somebody.",
+    help="Instead: this, conformance and, on a GPU, all times, in one zip to send to somebody: "
+    "a minute on a CPU, a quarter of an hour or more on a GPU.",
 )
 @click.option("--vllm", is_flag=True, help="Show what the vLLM plugin offers here instead.")
 def command(

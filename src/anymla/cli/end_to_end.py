@@ -23,8 +23,8 @@ from anymla.engines.vllm.answers import (
 )
 from anymla.engines.vllm.pinned import installed_version
 from anymla.formats.untrusted import read_object
+from anymla.runtime.devices import named_device
 from anymla.runtime.llm import LLM
-from anymla.testing.devices import named_device
 from anymla.testing.likelihood import compare
 from anymla.testing.retrieval import (
     ANSWER,

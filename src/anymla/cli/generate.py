@@ -11,6 +11,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
 from anymla.cli.manners import on_terminal
@@ -29,9 +30,17 @@ from anymla.runtime.request import Completion, Request, RequestState
 from anymla.runtime.stop_text import StopText
 
 
-@click.command()
-@click.option("--prompt", metavar="TEXT", help="Continue this text.")
+@commands.command(
+    examples=[
+        'anymla generate examples/tiny/checkpoint -p "In the beginning" -n 24',
+        "anymla generate examples/tiny/checkpoint -f examples/tiny/README.md --speculate",
+        "torchrun --nproc-per-node 2 -m anymla generate DIR --batch prompts.jsonl --json out.json",
+    ],
+    no_args_is_help=True,
+)
+@click.option("-p", "--prompt", metavar="TEXT", help="Continue this text.")
 @click.option(
+    "-f",
     "--prompt-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -44,7 +53,7 @@ from anymla.runtime.stop_text import StopText
     help='Continue many: lines of JSON with "prompt" or "token_ids", and, if wanted, "id", '
     '"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed".',
 )
-@click.option("--max-new-tokens", default=64, show_default=True, help="Tokens to generate.")
+@click.option("-n", "--max-new-tokens", default=64, show_default=True, help="Tokens to generate.")
 @sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.cache_lines import conversion_lines, difference_lines, problem_lines, row_lines
 from anymla.cli.cache_report import (
@@ -19,14 +20,19 @@ from anymla.cli.cache_report import (
 )
 from anymla.cli.checkpoint_report import checkpoint_report
 from anymla.cli.files import STANDARD, OutputFile, refuse_overwriting, write_text
+from anymla.cli.run_options import checkpoint_options
 from anymla.cli.terminal import say
 from anymla.layers.caches import CACHE_FORMATS
 
 
-@click.command()
-@click.option(
-    "--checkpoint", type=click.Path(path_type=Path), metavar="DIR", help="A checkpoint directory."
+@commands.command(
+    examples=[
+        "anymla inspect examples/tiny/checkpoint",
+        "anymla inspect --cache dumps/request0.layer1.window.safetensors --verify",
+    ],
+    no_args_is_help=True,
 )
+@checkpoint_options
 @click.option(
     "--cache",
     type=click.Path(path_type=Path),

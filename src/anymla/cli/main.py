@@ -7,11 +7,13 @@ machine that cannot do it, 130 ended by Ctrl-C, 141 nobody reads the output any 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import click
 
 from anymla import __version__
+from anymla.cli.commands import Group
 from anymla.cli.manners import manners, never_fail_to_print
 
 # Name, module below anymla.cli (with the command named ``command``), and the line in the help,
@@ -29,10 +31,49 @@ _COMMANDS = {
     "replay": ("replay", "Judge again what an audit of a live engine dumped."),
     "bench": ("bench", "Measure speed and memory on this machine."),
 }
+# Other programs' names of these: ollama's, vLLM's, llama.cpp's.
+_OTHER_NAMES = {"run": "chat", "complete": "generate", "perplexity": "score"}
+_NOT_HERE = {
+    "serve": "a server is vLLM's work, with anymla inside: pip install '.[vllm]', docs/serve.md",
+    "convert": "checkpoints are read as they are published, and need no conversion",
+    "quantize": "checkpoints are read as they are published, quantised or not",
+}
+_COMMAND_FIRST = "a command comes first, as in anymla"
+_EXAMPLES = (
+    "anymla doctor",
+    "anymla chat examples/tiny/checkpoint",
+    "anymla generate --help",
+)
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """A group whose subcommands are modules, imported when they run."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words; ``version`` is ``--version``.
+
+        Raises:
+            UsageError: options before a command, among them a command's.
+        """
+        try:
+            return super().parse_args(ctx, ["--version"] if args == ["version"] else args)
+        except click.NoSuchOption as error:
+            said = f"{error.option_name}: {_COMMAND_FIRST} generate DIR {error.option_name} ..."
+            raise click.UsageError(said, ctx) from error
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a subcommand by our name or another program's.
+
+        Raises:
+            UsageError: there is none of that name; with what is meant, if that is known.
+        """
+        if args[0] in _NOT_HERE:
+            raise click.UsageError(f"No command {args[0]!r}: {_NOT_HERE[args[0]]}", ctx)
+        if args[0] not in _COMMANDS and os.path.isdir(args[0]):
+            raise click.UsageError(f"{args[0]}: {_COMMAND_FIRST} chat {args[0]}", ctx)
+        return super().resolve_command(ctx, [_OTHER_NAMES.get(args[0], args[0]), *args[1:]])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names, in the order of the table above."""
@@ -70,7 +111,9 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup, examples=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="anymla")
 def main() -> None:
     """Run DeepSeek-V4's hybrid sparse attention on any accelerator, or on a plain CPU."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.numbers import Finite
 from anymla.layers.spec import Candidates
@@ -90,7 +91,9 @@ def _shared_sizes(ratios: tuple[int, ...], sizes: dict[str, Any]) -> dict[str, A
     return changes | {"sharing": sharing}
 
 
-@click.command()
+@commands.command(
+    examples=["anymla make-tiny tiny", "anymla make-tiny tiny41 --model v4.1 --experts 8"]
+)
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
     "--weights",

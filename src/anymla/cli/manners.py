@@ -44,9 +44,12 @@ def manners() -> Iterator[None]:
             yield
         finally:
             _flush()
+            _close_notice()
     except (click.exceptions.Exit, click.Abort):
         raise
     except click.ClickException as error:
+        if _is_help(error):
+            raise
         error.__dict__["message"] = one_line(error.message)  # click calls it final
         raise
     except KeyboardInterrupt:
@@ -70,6 +73,19 @@ def manners() -> Iterator[None]:
         if said is None:
             raise
         raise said from error
+
+
+def _is_help(error: click.ClickException) -> bool:
+    """True if the message is a command's help, which is not one line but formatted."""
+    context = getattr(error, "ctx", None)
+    return context is not None and error.message == context.get_help()
+
+
+def _close_notice() -> None:
+    """Say what kernels took to compile that no engine has told of."""
+    notice = sys.modules.get("anymla.ops.compile_notice")
+    if notice is not None:
+        notice.NOTICE.close()
 
 
 def _flush() -> None:

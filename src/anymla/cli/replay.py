@@ -11,21 +11,17 @@ from anymla.audit.auditor import describe
 from anymla.audit.case import load_case
 from anymla.audit.checks import Finding
 from anymla.audit.replay import replay
+from anymla.cli import commands
 from anymla.cli.bad_input import bad_input
+from anymla.cli.run_options import device_option
 from anymla.cli.terminal import one_line
-from anymla.testing.devices import named_device
+from anymla.runtime.devices import named_device
 
 
-@click.command()
+@commands.command(examples=["anymla replay attention.safetensors"])
 @click.argument("dump", type=click.Path(path_type=Path))
-@click.option(
-    "--device",
-    default="cpu",
-    show_default=True,
-    type=click.Choice(["cpu", "cuda", "xpu"]),
-    help="Where anymla computes it again.",
-)
-def command(*, dump: Path, device: str) -> None:
+@device_option
+def command(*, dump: Path, device: str | None) -> None:
     """Judge a case that an audit dumped, and compute it again on anymla's own backends.
 
     Each line is a result and how far it is from float64, in units of what is allowed. Exit code 1

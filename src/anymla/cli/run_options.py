@@ -19,19 +19,19 @@ from anymla.cli.manners import on_terminal
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.ranks import Ranks
 from anymla.model.drafts import Drafts
-from anymla.model.load import DTYPES, load_model
+from anymla.model.load import activation_dtype, dtype_name, load_model
 from anymla.model.transformer import Transformer
+from anymla.runtime.devices import named_device
 from anymla.runtime.launch import joined, launched, local_device, with_peer_memory
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.conformance.ops import all_backends
-from anymla.testing.devices import named_device
 
 # Threads for each CPU that may be asked for: more only wait, and too many end the process.
 _THREADS_A_CPU = 8
 
 
-def threads_option(text: str, **settings: Any) -> Callable[..., Any]:
+def threads_option(*short: str, text: str, **settings: Any) -> Callable[..., Any]:
     """The ``--threads N`` option, of a number that this machine can run."""
 
     def check(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
@@ -41,7 +41,7 @@ def threads_option(text: str, **settings: Any) -> Callable[..., Any]:
             raise BadInput(f"--threads {value}: 1 to {most} on this machine of {cpus} CPUs")
         return value
 
-    return click.option("--threads", type=int, callback=check, help=text, **settings)
+    return click.option(*short, "--threads", type=int, callback=check, help=text, **settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,14 @@ class RunOptions:
             BadInput: the device is not there, or the directory is no usable checkpoint.
         """
         device = local_device(self.device)
-        ranks = shared_ranks(self.all_reduce, device, DTYPES[self.dtype])
         with bad_input():
+            dtype = activation_dtype(self.dtype, self.checkpoint)
+            ranks = shared_ranks(self.all_reduce, device, dtype)
             if self.threads is None and self.device == "cpu":
                 torch.set_num_threads(threads_for(weights_per_token(self.checkpoint)))
             return load_model(
                 self.checkpoint,
-                dtype=DTYPES[self.dtype],
+                dtype=dtype,
                 device=device,
                 backend=self.backend,
                 ranks=ranks,
@@ -82,11 +83,9 @@ class RunOptions:
             )
 
     def check(self) -> None:
-        """Raise BadInput for a device or backend that is not here; set the number of threads."""
+        """Raise BadInput for a backend that is not here; set the number of threads."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        with bad_input():
-            named_device(self.device)
         if self.backend is not None and self.backend not in all_backends():
             known = ", ".join(all_backends())
             raise BadInput(f"--backend {self.backend}: there are {known}")
@@ -114,14 +113,54 @@ all_reduce_option = click.option(
     help="How torchrun's ranks add: few rows through each other's memory where the GPUs can "
     "(auto), or all by the process group (NCCL, gloo).",
 )
-_OPTIONS = (
-    click.option(
+device_option = click.option(
+    "--device",
+    metavar="NAME",
+    help="cpu, cuda, xpu, cuda:1, ...; the accelerator if there is one.",
+)
+
+
+def _dtype(_: click.Context, __: click.Parameter, value: str) -> str:
+    with bad_input():
+        return dtype_name(value)
+
+
+dtype_option = click.option(
+    "--dtype",
+    default="bf16",
+    show_default=True,
+    metavar="[bf16|fp32|auto]",
+    callback=_dtype,
+    help="Activations; with fp32 they are never quantised. auto: as config.json says, of the two.",
+)
+
+
+def checkpoint_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Take a checkpoint's directory behind ``--checkpoint`` or by itself, as ``checkpoint``.
+
+    The function gets None where neither is given.
+    """
+
+    @functools.wraps(function)
+    def command(*, checkpoint: Path | None, directory: Path | None, **parameters: Any) -> None:
+        if checkpoint is not None and directory is not None:
+            raise BadInput(f"{directory}: --checkpoint {checkpoint} is given as well")
+        function(checkpoint=directory if checkpoint is None else checkpoint, **parameters)
+
+    command = click.option(
+        "-m",
         "--checkpoint",
-        required=True,
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help="Directory with config.json, tokenizer.json and safetensors.",
-    ),
+        help="Directory with config.json, tokenizer.json and safetensors; or DIR by itself.",
+    )(command)
+    return click.argument(
+        "directory", required=False, type=click.Path(path_type=Path), metavar="[DIR]"
+    )(command)
+
+
+_OPTIONS = (
+    checkpoint_options,
     click.option(
         "--chunk-size",
         default=512,
@@ -137,21 +176,13 @@ _OPTIONS = (
         help="Cache rows: DeepSeek-V4's FP8 records, these with index keys or compressed entries "
         "in 4 bits, V4.1's own (nvfp4), or plain rows.",
     ),
-    click.option(
-        "--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda", "xpu"])
-    ),
-    click.option(
-        "--dtype",
-        default="bf16",
-        show_default=True,
-        type=click.Choice(list(DTYPES)),
-        help="Activations; with fp32 they are never quantised.",
-    ),
+    device_option,
+    dtype_option,
     click.option(
         "--backend", metavar="NAME", help="Backend asked of every operation; default: the best."
     ),
     all_reduce_option,
-    threads_option("CPU threads; default: as many as the model's size pays for."),
+    threads_option("-t", text="CPU threads; default: as many as the model's size pays for."),
 )
 
 
@@ -161,6 +192,10 @@ def run_options(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def command(**parameters: Any) -> None:
+        if parameters["checkpoint"] is None:
+            raise click.UsageError("Missing option '--checkpoint DIR', or DIR by itself.")
+        with bad_input():
+            parameters["device"] = str(named_device(parameters["device"]))
         run = RunOptions(**{name: parameters.pop(name) for name in names})
         run.check()
         with as_one(local_device(run.device)):

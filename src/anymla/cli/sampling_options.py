@@ -49,7 +49,7 @@ _OPTIONS = (
     click.option(
         "--min-p", type=float, help="Choose among those that have this part of the best's mass."
     ),
-    click.option("--seed", default=0, show_default=True, help="Same seed, same tokens."),
+    click.option("-s", "--seed", default=0, show_default=True, help="Same seed, same tokens."),
 )
 
 

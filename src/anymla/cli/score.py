@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
 from anymla.cli.manners import on_terminal
@@ -23,9 +24,12 @@ from anymla.runtime.engine import Engine
 from anymla.runtime.request import Completion, Request, check_request
 
 
-@click.command()
+@commands.command(
+    examples=["anymla score examples/tiny/checkpoint -f examples/tiny/README.md --json score.json"],
+    no_args_is_help=True,
+)
 @click.option(
-    "--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Score this text."
+    "-f", "--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Score this text."
 )
 @click.option(
     "--token-ids",

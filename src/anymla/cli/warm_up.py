@@ -6,12 +6,16 @@ import time
 
 import click
 
+from anymla.cli import commands
 from anymla.cli.bad_input import bad_input
 from anymla.cli.run_options import RunOptions, run_options
 from anymla.runtime.engine import Engine
 
 
-@click.command()
+@commands.command(
+    examples=["anymla warm-up examples/tiny/checkpoint --max-requests 2 --max-seq-len 512"],
+    no_args_is_help=True,
+)
 @click.option("--max-requests", default=8, show_default=True, type=click.IntRange(min=1))
 @click.option("--max-seq-len", default=4096, show_default=True, type=click.IntRange(min=1))
 @click.option("--draft-tokens", default=0, show_default=True, type=click.IntRange(min=0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from anymla.formats.quantized_rows import QuantizedRows
@@ -20,7 +22,7 @@ def allocate(wanted: bool, x: Tensor) -> QuantizedRows | None:
     return QuantizedRows.empty(len(x), x.shape[-1], x.device) if wanted else None
 
 
-def as_kwargs(quantised: QuantizedRows | None) -> dict[str, Tensor]:
+def as_kwargs(quantised: QuantizedRows | None) -> dict[str, Any]:
     """The arguments by which operations fill them, or read them."""
     if quantised is None:
         return {}

@@ -77,7 +77,9 @@ class AttentionInputs:
             self, window=self.window.first(before), entries=entries, chunk=None, selected=None
         )
 
-    def prefilled(self, dtype: torch.dtype, backend: str | None) -> tuple[Any, ...]:
+    def prefilled(
+        self, dtype: torch.dtype, backend: str | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """What follows the queries among the arguments of attention to the workspace.
 
         The rows lie in scratch memory.

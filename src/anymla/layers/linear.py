@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +156,7 @@ class Linear(nn.Module):
         self.backend = backend
 
     @property
-    def _quant_block(self) -> dict[str, int]:
+    def _quant_block(self) -> dict[str, Any]:
         """What operations are told of blocks; nothing of the usual ones."""
         block = self.packed.block
         return {} if block == FP8_BLOCK else {"quant_block": block}
@@ -178,9 +178,10 @@ class Linear(nn.Module):
         """
         packed = self.packed
         if packed.kind == "plain":
-            out: Tensor = linear(x, packed.weight, backend=plain_backend(self.backend))
-        elif packed.kind == "fp8":
-            out = fp8_block_linear(
+            return linear(x, packed.weight, backend=plain_backend(self.backend))
+        assert packed.scale is not None
+        if packed.kind == "fp8":
+            return fp8_block_linear(
                 x,
                 packed.weight,
                 packed.scale,
@@ -189,8 +190,8 @@ class Linear(nn.Module):
                 **self._quant_block,
                 **codes.as_kwargs(quantised if self.reads_codes else None),
             )
-        elif packed.kind == "mxfp4":
-            out = mxfp4_linear(
+        if packed.kind == "mxfp4":
+            return mxfp4_linear(
                 x,
                 packed.weight,
                 packed.scale,
@@ -198,11 +199,10 @@ class Linear(nn.Module):
                 backend=self.backend,
                 **self._quant_block,
             )
-        else:
-            out = nvfp4_linear(
-                x, packed.weight, packed.scale, packed.global_scale, backend=self.backend
-            )
-        return out
+        assert packed.global_scale is not None
+        return nvfp4_linear(
+            x, packed.weight, packed.scale, packed.global_scale, backend=self.backend
+        )
 
     @classmethod
     def together(cls, first: Linear, second: Linear) -> Linear | None:

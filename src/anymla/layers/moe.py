@@ -45,6 +45,7 @@ class Router:
                 x, self.gate, step.token_ids, self.token_experts, scale=self.scale, backend=backend
             )
         else:
+            assert self.bias is not None
             ids, weights = route_biased(
                 x,
                 self.gate,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from anymla.formats.untrusted import Refused, read_object
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.model.build import Builder, Ngrams
 from anymla.model.checkpoint import Checkpoint
@@ -21,12 +22,52 @@ from anymla.model.transformer import Transformer
 from anymla.ops.memory import require_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_SPELLINGS = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "f32": "fp32"}
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """The short name of a dtype of activations: "bf16", "fp32", or "auto".
+
+    Args:
+        dtype: one of these, "bfloat16", "float32", torch's dtypes or their names.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    said = str(dtype).removeprefix("torch.")
+    name = _SPELLINGS.get(said, said)
+    if name not in (*DTYPES, "auto"):
+        raise ValueError(f"dtype must be bf16 (bfloat16), fp32 (float32) or auto, got {said!r}")
+    return name
+
+
+def activation_dtype(dtype: str | torch.dtype, directory: str | Path) -> torch.dtype:
+    """The dtype that a checkpoint's activations have.
+
+    Args:
+        dtype: as for ``dtype_name``; "auto" is float32 where ``config.json`` says float32, else
+            bfloat16.
+        directory: the checkpoint's.
+
+    Raises:
+        ValueError: another dtype; a ``config.json`` that cannot be read, with "auto".
+    """
+    name = dtype_name(dtype)
+    if name == "auto":
+        path = Path(directory) / "config.json"
+        try:
+            fields = read_object(path)
+        except (OSError, Refused) as error:
+            raise ValueError(f"{path}: cannot be read: {error}") from error
+        stored = fields.get("dtype", fields.get("torch_dtype"))
+        name = "fp32" if stored == "float32" else "bf16"
+    return DTYPES[name]
 
 
 def load_model(
     directory: str | Path,
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: str | torch.dtype = "bf16",
     device: torch.device | str = "cpu",
     backend: str | None = None,
     ranks: Ranks = ALONE,
@@ -41,8 +82,9 @@ def load_model(
 
     Args:
         directory: with ``config.json`` and safetensors in DeepSeek's layout.
-        dtype: of the activations, bfloat16 or float32. In float32, weights are decoded exactly and
-            activations are never quantised.
+        dtype: of the activations: bfloat16 or float32, by torch's dtype or its name, or "auto"
+            (``activation_dtype``). In float32, weights are decoded exactly and activations are
+            never quantised.
         device: where weights and activations live.
         backend: backend asked of every operation; None for the best.
         ranks: the processes that share the model; each loads its own part.
@@ -56,8 +98,7 @@ def load_model(
             many ranks; ``ConfigError`` or ``CheckpointError`` for what the directory lacks.
         NotEnoughMemory: the device has too little for it; nothing has been read.
     """
-    if dtype not in DTYPES.values():
-        raise ValueError(f"load_model: dtype must be bfloat16 or float32, got {dtype}")
+    dtype = activation_dtype(dtype, directory)
     config = ModelConfig.from_dir(directory, drafts=drafts != "off")
     checkpoint = Checkpoint.open(directory)
     if not ranks.rank and sys.stderr is not None:

@@ -281,8 +281,7 @@ class Transformer(nn.Module):
         return self.ranks.gathered(logits) if self._shares_vocabulary else logits
 
     def _choice(self, logits: Tensor, *term: Tensor) -> Best:
-        best: Best = best_logits(logits, *term, backend=self.backend)
-        return best
+        return best_logits(logits, *term, backend=self.backend)
 
     def _best(self, logits: Tensor, *term: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens of this rank's logits and the others', with a low-rank term added."""

@@ -8,7 +8,6 @@ blocks of 128 channels. A kernel that has finished heads can do that before it s
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._check import FLOATS, INT64, check, check_cos_sin, require
-from anymla.ops.registry import LazyFunction
+from anymla.ops.registry import LazyFunction, signature_of_backends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +145,7 @@ def composed(
         backend: of both: "reference", "torch" or "triton".
     """
     quantize = LazyFunction(_QUANTIZE[backend], "inverse_rope_fp8_quant")
-    signature, of_attend = inspect.signature(contract), inspect.signature(attend)
+    signature, of_attend = signature_of_backends(contract), signature_of_backends(attend)
 
     def attend_then_quantize(*args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         given = signature.bind(*args, **keywords).arguments

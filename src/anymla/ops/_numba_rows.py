@@ -7,10 +7,35 @@ sure of what lies there: its backend's ``supports`` of dtypes, ``contiguous`` of
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core import event
 from numba.extending import intrinsic
+
+from anymla.ops.compile_notice import NOTICE
+
+
+class _Compilations(event.Listener):
+    """Tells the user of compilations; those of what a kernel calls are part of its own."""
+
+    def __init__(self):
+        self.depth, self.begin = 0, 0.0
+
+    def on_start(self, what):
+        """A kernel that no cache has is compiled."""
+        self.depth += 1
+        if self.depth == 1:
+            self.begin = time.perf_counter()
+            NOTICE.begin(what.data["dispatcher"].stats.cache_path if CACHE else "")
+
+    def on_end(self, what):
+        """It is compiled, or could not be."""
+        self.depth -= 1
+        if not self.depth:
+            NOTICE.add(time.perf_counter() - self.begin)
 
 
 def _nothing():
@@ -28,6 +53,7 @@ def _keeps():
 
 # Whether numba can keep what it compiles for the next process.
 CACHE = _keeps()
+event.register("numba:compile", _Compilations())
 # Sums may be made in any order, which is one order for a length: rows are summed in vectors.
 SUMS = {"reassoc", "nsz", "contract"}
 # Options of a kernel: divisions by zero give what they give in torch, and other threads may run.

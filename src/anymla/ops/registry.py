@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import importlib
 import inspect
@@ -21,7 +22,7 @@ import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +65,8 @@ _ACCELERATED = ("gluon_sm90_w4a8", "gluon_sm90", "vendor", "triton")
 # Addresses are known to a choice modulo this many bytes: the widest load, and TMA's boxes.
 _ALIGNMENT = 16
 _LISTS = (list, tuple)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 # Kinds of call that an operation remembers; shapes of prompts are many.
 _MOST_KINDS = 512
 
@@ -210,8 +213,18 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-class Operation:
+def signature_of_backends(contract: Callable[..., Any]) -> inspect.Signature:
+    """Signature of a contract's backends: all its parameters but ``backend``."""
+    signature = inspect.signature(contract)
+    kept = [each for name, each in signature.parameters.items() if name != "backend"]
+    return signature.replace(parameters=kept)
+
+
+class Operation(Generic[_P, _R]):
     """A callable with a contract and a table of backends; made by ``operation``.
+
+    It is generic in the contract's parameters and result, so that type checkers and editors know a
+    call's keywords.
 
     Attributes:
         name: name of the operation, also under ``torch.ops.anymla``.
@@ -219,7 +232,7 @@ class Operation:
 
     def __init__(
         self,
-        contract: Callable[..., None],
+        contract: Callable[_P, _R],
         mutates: tuple[str, ...],
         outputs: Callable[..., tuple[Tensor, ...]] | None,
     ) -> None:
@@ -230,9 +243,9 @@ class Operation:
         self._host: Backend | None = None  # what CPU tensors take, if it needs no asking
         self._resolved: dict[Hashable, Backend] = {}
         self._changing = threading.RLock()  # the tables above
-        self._contract = contract
+        self._contract: Callable[..., Any] = contract
         self._outputs = outputs
-        self._signature = inspect.signature(contract)
+        self._signature = signature_of_backends(contract)
         self._leading = {
             name: parameter.default
             for name, parameter in self._signature.parameters.items()
@@ -246,6 +259,11 @@ class Operation:
         places = {name: place for place, name in enumerate(self._leading)}
         self._written = tuple((name, places.get(name)) for name in mutates)
         functools.update_wrapper(self, contract)
+        self.__signature__ = inspect.signature(contract)
+        contract.__dict__["__signature__"] = self._signature  # as backends take it
+
+    def __repr__(self) -> str:
+        return f"<operation {self.name}{self.__signature__}>"
 
     @property
     def backends(self) -> Mapping[str, Backend]:
@@ -332,25 +350,28 @@ class Operation:
         """Resolve every kind of call again; for who changes what a device is said to be."""
         self._resolved.clear()
 
-    def __call__(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Check the arguments and run; ``backend=None`` takes the best that supports the call.
 
         Raises:
             TypeError, ValueError: the arguments break the contract.
             BackendUnavailable: the named backend, or every backend, cannot run the call.
         """
+        given: tuple[Any, ...] = args
+        named: dict[str, Any] = kwargs
+        backend: str | None = named.pop("backend", None)
         if torch.compiler.is_compiling():
-            return self._call_traced(args, kwargs, backend)
-        chosen, args, kwargs = self._resolve(args, kwargs, backend)
+            return self._call_traced(given, named, backend)
+        chosen, given, named = self._resolve(given, named, backend)
         # numba takes no scratch memory, nor does what runs where there is no choice on a CPU.
-        alone = chosen.name == "numba" or (chosen is self._host and args[0].is_cpu)
+        alone = chosen.name == "numba" or (chosen is self._host and given[0].is_cpu)
         workspace = None if alone else active_workspace()
         if workspace is None:
-            return chosen.run(*args, **kwargs)
+            return chosen.run(*given, **named)
         with workspace.scope():
-            return chosen.run(*args, **kwargs)
+            return chosen.run(*given, **named)
 
-    def resolve(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Backend:
+    def resolve(self, *args: _P.args, **kwargs: _P.kwargs) -> Backend:
         """The backend that a call takes; nothing is launched.
 
         Arguments are checked, and backends asked, once for every kind of call. Every call resolves
@@ -371,17 +392,19 @@ class Operation:
             TypeError, ValueError: the arguments break the contract.
             BackendUnavailable: the named backend, or every backend, cannot run the call.
         """
-        return self._resolve(args, kwargs, backend)[0]
+        named: dict[str, Any] = kwargs
+        return self._resolve(args, named, named.pop("backend", None))[0]
 
-    def supports(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Support:
+    def supports(self, *args: _P.args, **kwargs: _P.kwargs) -> Support:
         """Whether the call could run (on ``backend``, or on any); backends are asked each time.
 
         Raises:
             TypeError, ValueError: the arguments break the contract.
         """
-        args, kwargs = self._accept(args, kwargs)
+        named: dict[str, Any] = kwargs
+        backend: str | None = named.pop("backend", None)
         try:
-            self._choose(backend, args, kwargs)
+            self._choose(backend, *self._accept(args, named))
         except BackendUnavailable as unavailable:
             return Support(False, str(unavailable))
         return SUPPORTED
@@ -454,6 +477,11 @@ class Operation:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments and pass them as backends take them."""
+        for name in kwargs.keys() - self._signature.parameters.keys():
+            known = list(self._signature.parameters)
+            near = difflib.get_close_matches(name, known, n=1)
+            said = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            raise TypeError(f"{self.name}: no argument {name!r}: {said}")
         self._contract(*args, **kwargs)
         self._check_devices(args, kwargs)
         if kwargs and len(args) < len(self._leading):
@@ -557,7 +585,7 @@ class Operation:
     ) -> None:
         # torch.library hands keyword arguments over by position where the schema allows it.
         bound = self._signature.bind(*args, **kwargs)
-        given = self(*bound.args, backend=backend, **bound.kwargs)
+        given = self(*bound.args, **bound.kwargs, backend=backend)  # type: ignore[arg-type]
         if self._outputs is None:
             return
         produced = given if isinstance(given, tuple) else (given,)
@@ -574,7 +602,7 @@ def operation(
     *,
     mutates: tuple[str, ...] = (),
     outputs: Callable[..., tuple[Tensor, ...]] | None = None,
-) -> Callable[[Callable[..., Any]], Operation]:
+) -> Callable[[Callable[_P, _R]], Operation[_P, _R]]:
     """Turn a contract function into an Operation and register it with torch.library.
 
     Args:
@@ -585,9 +613,11 @@ def operation(
     Returns:
         A decorator for the contract: a function of the operation's arguments, annotated with
         Tensor, int, float, bool, str, their optionals, or list[Tensor], whose body checks them.
+        Its last keyword ``backend: str | None = None`` is the operation's own: callers may give
+        it, and neither the body nor a backend gets it.
     """
 
-    def decorate(contract: Callable[..., Any]) -> Operation:
+    def decorate(contract: Callable[_P, _R]) -> Operation[_P, _R]:
         made = Operation(contract, mutates, outputs)
         qualified = f"anymla::{made.name}"
         torch.library.define(qualified, made.schema())
@@ -613,7 +643,7 @@ def schema_of(contract: Callable[..., Any], mutates: tuple[str, ...]) -> str:
     words: list[str] = []
     keyword_only = False
     alias = iter("abcdefghijklmnopqrstuvwxyz")
-    for name, parameter in inspect.signature(contract).parameters.items():
+    for name, parameter in signature_of_backends(contract).parameters.items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             words.append("*")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from anymla.model.transformer import Transformer
+from anymla.ops.compile_notice import NOTICE
 from anymla.ops.registry import skip_checks
 from anymla.ops.streams import Workspace
 from anymla.runtime.bucket import Bucket
@@ -284,6 +285,7 @@ class Engine:
             if self._width is not None:
                 self._adapt(self._width, spans, new_tokens, begin)
         self._checked_sizes.add(sizes)
+        NOTICE.close()
         finished = []
         for span in spans:
             if span.state.finish_reason is None:

@@ -5,23 +5,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, Unpack, overload
 
+import numpy as np
 import torch
 
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import Drafts
 from anymla.model.generation import ChatTemplate, GenerationDefaults
-from anymla.model.load import DTYPES, load_model
+from anymla.model.load import activation_dtype, load_model
 from anymla.model.tokenizer import Tokenizer
+from anymla.runtime.devices import named_device
 from anymla.runtime.engine import Engine
+from anymla.runtime.generation_options import (
+    GenerationOptions,
+    checked_options,
+    options_by_name,
+)
 from anymla.runtime.options import EngineOptions
+from anymla.runtime.prompts import Array, Prompt, read_messages, read_prompts
 from anymla.runtime.request import Completion, FinishReason, Request
 from anymla.runtime.sampler import Sampling
 from anymla.runtime.stop_text import StopText
 from anymla.runtime.threads import threads_for, weights_per_token
 
-Prompt: TypeAlias = "str | Sequence[int]"
 _NEW_TOKENS = 128
 
 
@@ -71,12 +78,13 @@ class LLM:
         defaults: of its ``generation_config.json``.
     """
 
+    @options_by_name
     def __init__(
         self,
-        directory: str | Path,
+        model: str | Path,
         *,
         device: str | torch.device | None = None,
-        dtype: str = "bf16",
+        dtype: str | torch.dtype = "bf16",
         kv_cache: str = "fp8",
         drafts: Drafts = "auto",
         draft_tokens: int | None = None,
@@ -89,10 +97,11 @@ class LLM:
         """Load a checkpoint.
 
         Args:
-            directory: with ``config.json``, ``tokenizer.json`` and safetensors, and if wanted
-                ``generation_config.json`` and a chat template.
-            device: where it runs; None for the accelerator if there is one, else the CPU.
-            dtype: of activations, "bf16" or "fp32".
+            model: a directory with ``config.json``, ``tokenizer.json`` and safetensors, and if
+                wanted ``generation_config.json`` and a chat template.
+            device: where it runs; None or "auto" for the accelerator if there is one, else the CPU.
+            dtype: activations: "bf16" or "fp32", torch's dtypes and their names, or "auto" for what
+                ``config.json`` says, of these two.
             kv_cache: of cache rows, as in ``EngineOptions``.
             drafts: with which drafter; "auto" for what the files hold, "off" for none. Drafts
                 change no token.
@@ -104,19 +113,20 @@ class LLM:
             progress: show a bar while loading.
 
         Raises:
+            TypeError: an option that there is not; with the name that it has here.
             ValueError: unusable options, or a directory that is no checkpoint.
             NotEnoughMemory: the device has too little for it.
         """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
-        place = torch.device(_best_device() if device is None else device)
+        directory = model
+        dtype = activation_dtype(dtype, directory)
+        place = named_device(device, "device")
         self.defaults = GenerationDefaults.from_dir(directory)
         self.tokenizer = Tokenizer.from_dir(directory)
         if place.type == "cpu":
             torch.set_num_threads(threads or threads_for(weights_per_token(Path(directory))))
         self.model = load_model(
             directory,
-            dtype=DTYPES[dtype],
+            dtype=dtype,
             device=place,
             backend=backend,
             drafts=drafts,
@@ -142,32 +152,47 @@ class LLM:
         return Engine.for_requests(self.model, self._options, requests)
 
     @overload
-    def generate(self, prompts: str, **options: Any) -> Generation: ...
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str, **options: Unpack[GenerationOptions]
+    ) -> Generation: ...
 
     @overload
-    def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]: ...
-
     def generate(
-        self, prompts: str | Sequence[Prompt], **options: Any
+        self, prompts: Sequence[int | np.integer[Any]], **options: Unpack[GenerationOptions]
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], **options: Unpack[GenerationOptions]
+    ) -> list[Generation]: ...
+
+    @overload
+    def generate(
+        self, prompts: Array, **options: Unpack[GenerationOptions]
+    ) -> Generation | list[Generation]: ...
+
+    @options_by_name
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerationOptions]
     ) -> Generation | list[Generation]:
         """Continue a text, or many together.
 
         Args:
-            prompts: a text; or several, each a text or its token ids.
-            **options: ``max_new_tokens``, ``temperature`` (0 takes the best token), ``top_p``,
-                ``top_k``, ``min_p``, ``seed``, ``stop`` (a string or several) and ``ignore_eos``.
-                What is left out is as ``generation_config.json`` says; without it, the best token
-                is taken and 128 tokens are generated.
+            prompts: a text or its token ids; or several, each a text or its token ids. Ids are
+                integers in a list, or an integer array or tensor: [T] of one prompt, or
+                [prompts, T].
+            **options: see ``GenerationOptions``.
 
         Returns:
-            One result for one text, else a list in the order of the prompts. What else is in the
+            One result for one prompt, else a list in the order of the prompts. What else is in the
             list, and drafts, change a text by no more than the order in which sums are rounded.
 
         Raises:
+            TypeError: no prompt, or an option that there is not; with the name that it has here.
             ValueError: a prompt that is empty or too long, or unusable options.
         """
-        asked = self._asked(**options)
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        asked = self._asked(**checked_options(options))
+        one, several = read_prompts(prompts)
         requests = [
             self._request(str(number), prompt, asked) for number, prompt in enumerate(several)
         ]
@@ -187,16 +212,25 @@ class LLM:
                     ended[name] = engine.cancel(name)
             done |= {name: texts[name].result(each) for name, each in ended.items()}
         results = [done[request.request_id] for request in requests]
-        return results[0] if isinstance(prompts, str) else results
+        return results[0] if one else results
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+    @options_by_name
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Iterator[str]:
         """Continue one text; yields it as it comes.
 
         Args:
-            prompt: a text or its token ids.
-            **options: as for ``generate``.
+            prompt: a text or its token ids, as for ``generate``.
+            **options: see ``GenerationOptions``.
+
+        Raises:
+            TypeError: several prompts, or an option that there is not.
         """
-        asked = self._asked(**options)
+        one, prompts = read_prompts(prompt)
+        if not one:
+            raise TypeError("LLM.stream: streams one prompt; LLM.generate takes several")
+        return self._stream(prompts[0], self._asked(**checked_options(options)))
+
+    def _stream(self, prompt: str | Sequence[int], asked: _Asked) -> Iterator[str]:
         request = self._request("0", prompt, asked)
         engine = self.engine([request])
         engine.submit(request)
@@ -208,20 +242,25 @@ class LLM:
         if rest := text.finish():
             yield rest
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
+    @options_by_name
+    def chat(
+        self, messages: str | Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]
+    ) -> Generation:
         """Answer a dialogue, written as the checkpoint's chat template says.
 
         Args:
-            messages: each with "role" ("system", "user" or "assistant") and "content".
-            **options: as for ``generate``.
+            messages: each with "role" ("system", "user" or "assistant") and "content"; or a text,
+                which is one message of the user's.
+            **options: see ``GenerationOptions``.
 
         Raises:
             ConfigError: the checkpoint has no chat template, or it refuses the messages.
         """
         return self.generate([self.chat_prompt(messages)], **options)[0]
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat_prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a dialogue up to where the next answer begins; see ``chat``."""
+        messages = read_messages(messages)
         if self._template is None:
             self._template = ChatTemplate.from_dir(self._directory)
         return self.tokenizer.encode(self._template.render(messages), leading=False)
@@ -256,7 +295,7 @@ class LLM:
             stop_ids=frozenset() if ignore_eos else ends,
         )
 
-    def _request(self, name: str, prompt: Prompt, asked: _Asked) -> Request:
+    def _request(self, name: str, prompt: str | Sequence[int], asked: _Asked) -> Request:
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt) if prompt else ()
         return Request(
@@ -302,9 +341,3 @@ class _Text:
             drafted=done.drafted,
             accepted=done.accepted,
         )
-
-
-def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "xpu" if torch.xpu.is_available() else "cpu"

@@ -42,7 +42,9 @@ def install() -> None:
     device_facts._support = support  # type: ignore[assignment]
     call = Operation.__call__
 
-    def bridged(self: Operation, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+    def bridged(
+        self: Operation[..., Any], *args: Any, backend: str | None = None, **kwargs: Any
+    ) -> Any:
         tensors = _tensors((args, tuple(kwargs.values())))
         if backend != _NAMED or any(tensor.is_cuda for tensor in tensors):
             return call(self, *args, backend=backend, **kwargs)
@@ -51,7 +53,7 @@ def install() -> None:
         run = functools.partial(call, self, backend=backend)
         return _Bridge(torch.device("cuda")).run(run, args, kwargs)
 
-    Operation.__call__ = bridged  # type: ignore[method-assign]
+    Operation.__call__ = bridged  # type: ignore[assignment,method-assign]
 
 
 def on_device(call: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

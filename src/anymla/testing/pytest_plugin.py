@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import random
 import zlib
@@ -16,6 +17,7 @@ import torch
 if not torch.cuda.is_available() and not torch.xpu.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from anymla.ops.compile_notice import NOTICE
 from anymla.testing.poison import poisoned_empty
 
 MARKERS = {
@@ -35,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The tests' tensors are small: on a busy machine threads spend their time waiting for each
     # other (a file of 8 s took 164 s with two).
     torch.set_num_threads(1)
+    NOTICE.patience = math.inf  # what a test finds on stderr does not depend on caches
 
 
 def _hypothesis_profiles() -> None:

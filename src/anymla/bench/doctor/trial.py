@@ -27,7 +27,7 @@ class Trial:
         flops: floating-point operations that it must do; 0 where bytes are what matters.
     """
 
-    operation: Operation
+    operation: Operation[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     bytes_moved: int

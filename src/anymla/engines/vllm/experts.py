@@ -75,7 +75,7 @@ class Mxfp4Experts(Mxfp4MoEMethod):
     skip_forward_padding = False
     has_unpadded_output = False
     backend: str | None = None
-    matrices: dict[str, Tensor]
+    matrices: dict[str, Any]
     first: int
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -18,7 +18,13 @@ def _of_rows(logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, .
 
 
 @operation(outputs=_of_rows)
-def best_logits(logits: Tensor, x: Tensor | None = None, weight: Tensor | None = None) -> None:
+def best_logits(
+    logits: Tensor,
+    x: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Find the largest logit of each row, and the logarithm of the row's sum of exponentials.
 
         l[t, v] = logits[t, v] + sum_k x[t, k] weight[v, k]
@@ -29,6 +35,7 @@ def best_logits(logits: Tensor, x: Tensor | None = None, weight: Tensor | None =
         logits: [T, V] any float dtype, V at least 1; rows may be further apart than V.
         x: [T, K] any float dtype, or None for no term of low rank.
         weight: [V, K] any float dtype, with ``x``.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         The largest logit [T] float32 (float64 for float64 logits), NaN if the row holds a NaN; its

@@ -62,8 +62,10 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 def _save(window: Window) -> None:
     """The projections of values and scores are one product."""
     tokens = TOKENS[0]
+    values, scores = float32((tokens, 2 * window.width)).split(window.width, dim=1)
     save_partial_states(
-        *float32((tokens, 2 * window.width)).split(window.width, dim=1),
+        values,
+        scores,
         float32((window.ratio, window.width)),
         int64(tokens),
         allocate_states(_PAGES, window.page_size, window.width, "meta"),

@@ -27,6 +27,7 @@ def save_partial_states(
     slot_mapping: Tensor,
     *,
     compress_ratio: int,
+    backend: str | None = None,
 ) -> None:
     """Store what each token adds to its window: ``state[slot] = kv | score + ape[p mod ratio]``.
 
@@ -43,6 +44,7 @@ def save_partial_states(
         slot_mapping: [N] int64, N <= T, ``page * S + offset`` of the first N tokens. Slots outside
             the cache are skipped; valid slots are distinct.
         compress_ratio: tokens a window, >= 1.
+        backend: name of the backend that runs; None for the best that can.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
@@ -83,6 +85,7 @@ def compress_norm_rope_insert(
     overlap: bool,
     layout: str,
     hadamard: bool = False,
+    backend: str | None = None,
 ) -> None:
     """Compress every window that closes in this step to an entry of the compressed cache.
 
@@ -120,6 +123,7 @@ def compress_norm_rope_insert(
         overlap: whether an entry also pools the previous window.
         layout: layout id of the target cache, of D channels.
         hadamard: multiply by the normalised Hadamard matrix before encoding (D a power of two).
+        backend: name of the backend that runs; None for the best that can.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or layout.
@@ -160,6 +164,7 @@ def compress_norm(
     *,
     compress_ratio: int,
     overlap: bool,
+    backend: str | None = None,
 ) -> Tensor:
     """Compress every window that closes in this step; the entries are neither rotated nor stored.
 
@@ -176,6 +181,7 @@ def compress_norm(
         eps: added to the mean square.
         compress_ratio: tokens a window, >= 1.
         overlap: whether an entry also pools the previous window.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, D] in the states' dtype; zero for tokens that close no window or would be skipped there.

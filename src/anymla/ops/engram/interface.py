@@ -20,7 +20,7 @@ from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require
 
 
 @operation(mutates=("out",))
-def engram_rows(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+def engram_rows(out: Tensor, codes: Tensor, scales: Tensor, *, backend: str | None = None) -> None:
     """Decode the rows that tokens read of a table, side by side.
 
     ``out[t, c W + i] = e4m3(codes[t, c, i]) * 2^(scales[t, c, i // (W / S)] - 127)``
@@ -29,6 +29,7 @@ def engram_rows(out: Tensor, codes: Tensor, scales: Tensor) -> None:
         out: [T, C W] any float dtype; written, each value rounded once.
         codes: [T, C, W] uint8 e4m3; codes 0x7F and 0xFF give NaN.
         scales: [T, C, S] uint8 ue8m0, each of W / S neighbours; byte 255 gives NaN.
+        backend: name of the backend that runs; None for the best that can.
 
     Raises:
         TypeError: a dtype differs from the above.
@@ -48,7 +49,9 @@ def _streams_like(h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, .
 
 
 @operation(outputs=_streams_like)
-def engram_gate(h: Tensor, projected: Tensor, weight: Tensor, *, eps: float) -> None:
+def engram_gate(
+    h: Tensor, projected: Tensor, weight: Tensor, *, eps: float, backend: str | None = None
+) -> Tensor:
     """Add a value to each stream, as much as the stream and its key agree.
 
     With key_j and value the parts of ``projected``::
@@ -64,6 +67,7 @@ def engram_gate(h: Tensor, projected: Tensor, weight: Tensor, *, eps: float) -> 
         weight: [N, D] float32 (float64 allowed), product of the streams' and the keys' norm
             weights.
         eps: added to the mean squares.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         h' [T, N, D] in h's dtype, rounded once; contiguous.

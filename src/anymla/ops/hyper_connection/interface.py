@@ -56,7 +56,8 @@ def hc_pre(
     norm_weight: Tensor | None = None,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
-) -> None:
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Collapse the streams to a sublayer's input, and compute the gates that expand it again.
 
     With f = flatten(h) and m = (f @ fn^T) / sqrt(mean(f^2) + norm_eps), split into pre [N],
@@ -80,6 +81,7 @@ def hc_pre(
         norm_weight: [D] any float dtype, weight of the sublayer's RMSNorm, or None for y as it is.
         codes: the y that is returned, quantised (see ``formats.quantized_rows``), or None.
         code_scales: its scales, with ``codes``.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         y or RMSNorm(y) [T, D] in h's dtype, rounded once each; post [T, N] and comb [T, N, N] in
@@ -108,7 +110,9 @@ def _stream_like(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> tuple[Tens
 
 
 @operation(outputs=_stream_like)
-def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> None:
+def hc_post(
+    u: Tensor, h: Tensor, post: Tensor, comb: Tensor, *, backend: str | None = None
+) -> Tensor:
     """Expand a sublayer's output into the streams: h'_j = post_j u + sum_i comb_ij h_i.
 
     The sum is over comb's first index (comb transposed times h).
@@ -118,6 +122,7 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> None:
         h: [T, N, D] the streams that hc_pre collapsed.
         post: [T, N] float32 or float64, from hc_pre.
         comb: [T, N, N] like post, from hc_pre.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, N, D] in h's dtype, rounded once.
@@ -155,7 +160,8 @@ def hc_gates(
     norm_eps: float,
     hc_eps: float,
     iters: int,
-) -> None:
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gates of a site, without collapsing the streams: pre, post and comb of ``hc_pre``.
 
     For models whose sublayers read the streams through the gates of the site before.
@@ -168,6 +174,7 @@ def hc_gates(
         norm_eps: added to the mean square of the flattened streams.
         hc_eps: as in hc_pre.
         iters: as in hc_pre.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         pre [T, N], post [T, N] and comb [T, N, N] in float32 (float64 if h is).
@@ -196,8 +203,15 @@ def _head_like(h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]
 
 @operation(outputs=_head_like)
 def hc_head(
-    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
-) -> None:
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    backend: str | None = None,
+) -> Tensor:
     """Collapse the streams after the last layer: y = sum_i pre_i h_i.
 
     pre = sigmoid(m * scale + base) + hc_eps with m as in ``hc_pre``.
@@ -209,6 +223,7 @@ def hc_head(
         scale: [1] like fn.
         norm_eps: added to the mean square of the flattened streams.
         hc_eps: added to pre.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, D] in h's dtype, rounded once.
@@ -237,7 +252,8 @@ def hc_collapse_norm(
     norm_eps: float,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
-) -> None:
+    backend: str | None = None,
+) -> Tensor:
     """Collapse the streams with given gates, and normalise: RMSNorm(sum_i pre_i h_i).
 
     Args:
@@ -247,6 +263,7 @@ def hc_collapse_norm(
         norm_eps: added to the mean square of the sum.
         codes: as in hc_pre, of the result.
         code_scales: likewise.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, D] in h's dtype; the sum is rounded to it once, and so is the result.
@@ -286,7 +303,8 @@ def hc_post_pre_norm(
     iters: int,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
-) -> None:
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Leave one site and enter the next: hc_post, then hc_pre and the sublayer's RMSNorm.
 
     Rounds where the separate operations round: h' once, y once, the normed y once.
@@ -305,6 +323,7 @@ def hc_post_pre_norm(
         iters: as in hc_pre.
         codes: as in hc_pre, of the normed y.
         code_scales: likewise.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         h' [T, N, D] and RMSNorm(y) [T, D] in h's dtype, post' [T, N], comb' [T, N, N].

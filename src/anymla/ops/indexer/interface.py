@@ -63,6 +63,7 @@ def indexer_q_rope_quant(
     head_scale: float,
     quant: str = "fp8",
     hadamard: bool = False,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate the index queries by position, quantise them, and scale the head weights.
 
@@ -84,6 +85,7 @@ def indexer_q_rope_quant(
         head_scale: Hi^-0.5, multiplied into the weights.
         quant: "fp8", "mxfp4" or "none".
         hadamard: transform the queries; D must be a power of two.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         q: [T, Hi, D] float8_e4m3fn, or [T, Hi, D/2] packed uint8, or [T, Hi, D] of q's dtype.
@@ -128,6 +130,7 @@ def mqa_logits(
     *,
     q_scales: Tensor | None = None,
     out: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Index scores of queries against one dense list of keys.
 
@@ -143,6 +146,7 @@ def mqa_logits(
         ends: [M] int32, one past the last visible key; bounds outside [0, N] are clamped.
         q_scales: [M, Hi, D/32] uint8, scale bytes of a packed q.
         out: [M, N] to write into, or None.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [M, N] float32 (float64 if q or weights is), ``out`` if given. Products, head sums and
@@ -193,6 +197,7 @@ def paged_mqa_logits(
     layout: str = INDEX_FP8,
     q_scales: Tensor | None = None,
     out: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Index scores of every request's queries against its own entries in a paged cache.
 
@@ -212,6 +217,7 @@ def paged_mqa_logits(
         layout: layout id of the cache, of D channels.
         q_scales: [R, J, Hi, D/32] uint8, scale bytes of a packed q.
         out: [R * J, max_context] to write into, or None.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [R * J, max_context] float32 (float64 if q or weights is), ``out`` if given. Scratch is
@@ -251,7 +257,13 @@ def paged_mqa_logits(
     outputs=lambda logits, starts, ends, k, out=None: (starts.new_empty((len(logits), k)),),
 )
 def topk_per_row(
-    logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
+    logits: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    k: int,
+    *,
+    out: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Indices of the top-k scores of each row, exactly.
 
@@ -265,6 +277,7 @@ def topk_per_row(
         ends: [M] int32; bounds outside [0, N] are clamped.
         k: any number >= 1.
         out: [M, k] int32 to write into, or None.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [M, k] int32, ``out`` if given: indices relative to ``starts``, best first, then -1.
@@ -288,7 +301,7 @@ def topk_per_row(
     outputs=lambda logits, lengths, count, block_size: (lengths.new_empty((len(logits), count)),)
 )
 def select_candidate_blocks(
-    logits: Tensor, lengths: Tensor, count: int, *, block_size: int
+    logits: Tensor, lengths: Tensor, count: int, *, block_size: int, backend: str | None = None
 ) -> Tensor:
     """The blocks of entries that later layers select within: those of the highest scores.
 
@@ -301,6 +314,7 @@ def select_candidate_blocks(
         lengths: [M] int32, visible entries; clamped to [0, N].
         count: blocks to keep, >= 1.
         block_size: entries of a block, >= 1.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [M, count] int32: numbers of blocks, ascending, then -1.
@@ -317,7 +331,9 @@ def select_candidate_blocks(
 
 
 @operation(mutates=("logits",))
-def mask_candidates(logits: Tensor, blocks: Tensor, *, block_size: int) -> None:
+def mask_candidates(
+    logits: Tensor, blocks: Tensor, *, block_size: int, backend: str | None = None
+) -> None:
     """Hide the scores outside of each row's blocks: they become -inf.
 
     Args:
@@ -325,6 +341,7 @@ def mask_candidates(logits: Tensor, blocks: Tensor, *, block_size: int) -> None:
         blocks: [M, B] int32, numbers of blocks in any order; others than 0 .. ceil(N / block_size)
             - 1 name none.
         block_size: entries of a block, >= 1.
+        backend: name of the backend that runs; None for the best that can.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device; block_size below 1.
@@ -358,6 +375,7 @@ def select_topk(
     counts: Tensor | None = None,
     blocks: Tensor | None = None,
     block_size: int = 8,
+    backend: str | None = None,
 ) -> Tensor:
     """Top-k index entries of every token, exactly, in memory that the caller bounds.
 
@@ -401,6 +419,7 @@ def select_topk(
             ``select_candidate_blocks`` gives them; numbers behind the last entry name none. None:
             all entries are seen.
         block_size: entries of a block, a divisor of the entries of a page.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, k] int32, ``out`` if given: entries, ascending, then -1.

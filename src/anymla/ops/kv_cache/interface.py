@@ -10,7 +10,12 @@ from anymla.ops.registry import FLOATS, INT32, INT64, check, operation, require
 
 @operation(mutates=("k_cache",))
 def quantize_and_insert_k_cache(
-    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str = MAIN_FP8
+    k: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: str = MAIN_FP8,
+    backend: str | None = None,
 ) -> None:
     """Encode rows in the cache's layout and store each at its slot.
 
@@ -26,6 +31,7 @@ def quantize_and_insert_k_cache(
         slot_mapping: [N] int64, ``page * B + offset``. Slots outside the cache (negative, or past
             its end) are skipped; valid slots are distinct.
         layout: layout id of the cache, of D channels.
+        backend: name of the backend that runs; None for the best that can.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or layout.
@@ -47,6 +53,7 @@ def dequantize_and_gather_k_cache(
     *,
     offset: int = 0,
     layout: str = MAIN_FP8,
+    backend: str | None = None,
 ) -> None:
     """Decode the last rows of each request's sequence into a dense buffer.
 
@@ -65,6 +72,7 @@ def dequantize_and_gather_k_cache(
             id outside the cache) gives a zero row.
         offset: first row of ``out`` that is written, >= 0.
         layout: layout id of the cache, of D channels.
+        backend: name of the backend that runs; None for the best that can.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or layout, or a negative offset.
@@ -85,7 +93,12 @@ def dequantize_and_gather_k_cache(
 
 @operation(mutates=("out",))
 def dequant_gather_slots(
-    out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str = MAIN_FP8
+    out: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    *,
+    layout: str = MAIN_FP8,
+    backend: str | None = None,
 ) -> None:
     """Decode the rows at the given slots: ``out[m] = decode(cache[indices[m]])``.
 
@@ -95,6 +108,7 @@ def dequant_gather_slots(
         indices: [M] int32, ``page * B + offset``. A slot outside the cache (negative, or past its
             end) gives a zero row.
         layout: layout id of the cache, of D channels.
+        backend: name of the backend that runs; None for the best that can.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or layout.

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ def _products() -> list[ProductShape]:
 def _multiply(product: ProductShape, tokens: int, formats: _Formats, backend: str | None) -> None:
     n, k, block = product.n, product.k, formats.block
     x = empty((tokens, k), dtype=formats.x)
-    named = {} if block == FP8_BLOCK else {"quant_block": block}
+    named: dict[str, Any] = {} if block == FP8_BLOCK else {"quant_block": block}
     if formats.weight == "nvfp4":
         scales = uint8((n, k // NVFP4_BLOCK))
         nvfp4_linear(x, uint8((n, k // 2)), scales, float32(1), backend=backend)

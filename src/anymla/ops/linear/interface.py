@@ -28,6 +28,7 @@ from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
     INT64,
+    Operation,
     check,
     check_cos_sin,
     operation,
@@ -63,12 +64,13 @@ def _require_scales(operation_name: str, scale: Tensor, rows: int, columns: int)
 
 
 @operation(outputs=_plain_result)
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
     """Return ``x @ weight^T``.
 
     Args:
         x: [..., K] floating point, at least 2-D.
         weight: [N, K] of x's dtype.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
@@ -87,7 +89,7 @@ def _wide_result(*, x: Tensor, weight: Tensor) -> tuple[Tensor]:
 
 
 @operation(outputs=_wide_result)
-def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+def linear_float32(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
     """Return ``x @ weight^T`` in float32, whatever the operands are stored in.
 
     For results that exponentials are taken of: compressor gates, logits. Products of 16-bit
@@ -96,6 +98,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     Args:
         x: [..., K] floating point, at least 2-D.
         weight: [N, K] floating point.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [..., N] float32 (float64 if an operand is).
@@ -116,6 +119,7 @@ def fp8_block_linear(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
     quant_block: int = _BLOCK,
+    backend: str | None = None,
 ) -> Tensor:
     """Multiply by an e4m3 weight with one scale for a square block of values.
 
@@ -133,6 +137,7 @@ def fp8_block_linear(
         code_scales: the scales of ``codes``.
         quant_block: rows and columns of the weight, and channels of x, that share a scale: 128 in
             DeepSeek-V4, 32 in V4.1. Codes come in blocks of 128 alone.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
@@ -167,6 +172,7 @@ def mxfp4_linear(
     *,
     quantize_activations: bool = False,
     quant_block: int = _BLOCK,
+    backend: str | None = None,
 ) -> Tensor:
     """Multiply by an MXFP4 weight.
 
@@ -176,6 +182,7 @@ def mxfp4_linear(
         scale: uint8 ue8m0 [N, K/32].
         quantize_activations: quantise x to FP8 first, as DeepSeek-V4's FP4 experts do.
         quant_block: channels of x that share a scale: 128 in DeepSeek-V4, 32 in V4.1.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
@@ -200,7 +207,9 @@ def mxfp4_linear(
 
 
 @operation(outputs=_packed_result)
-def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+def nvfp4_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor, *, backend: str | None = None
+) -> Tensor:
     """Multiply by an NVFP4 weight; activations are not quantised.
 
     Args:
@@ -208,6 +217,7 @@ def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor)
         weight: uint8 packed e2m1 [N, K/2], low nibble first.
         scale: uint8 e4m3 codes [N, K/16].
         global_scale: float32 [1].
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [..., N] of x's dtype; the weight is decoded in float32 or wider and the product taken
@@ -240,7 +250,7 @@ def _projected(
 
 @operation(outputs=_projected)
 def grouped_output_projection(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, *, backend: str | None = None
 ) -> Tensor:
     """Rotate the heads back, then project every group of heads with its own matrix.
 
@@ -252,6 +262,7 @@ def grouped_output_projection(
         positions: [T] int64, of the queries.
         cos_sin_cache: [L, R] float32 (or float64), as in ``norm_rope.rope``; read clamped to L.
         wo_a: [G, rank, H / G * D] of o's dtype.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, G * rank] of o's dtype. The rotated heads are rounded once to o's dtype; products
@@ -288,7 +299,12 @@ def _quantised(
 
 @operation(outputs=_quantised)
 def inverse_rope_fp8_quant(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the heads back and quantise them to FP8 in blocks of 128 channels.
 
@@ -300,6 +316,7 @@ def inverse_rope_fp8_quant(
         positions: [T] int64, of the queries.
         cos_sin_cache: [L, R] float32 (or float64), as in ``norm_rope.rope``; read clamped to L.
         n_groups: G.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
@@ -329,7 +346,13 @@ def _projected_fp8(
 
 @operation(outputs=_projected_fp8)
 def grouped_output_projection_fp8(
-    o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
+    o: Tensor,
+    o_scale: Tensor,
+    wo_a: Tensor,
+    wo_a_scale: Tensor,
+    *,
+    out_dtype: str = "bf16",
+    backend: str | None = None,
 ) -> Tensor:
     """Project every group from FP8 heads with an FP8 weight.
 
@@ -341,6 +364,7 @@ def grouped_output_projection_fp8(
         wo_a: uint8 e4m3 codes [G, rank, J], rank and J multiples of 128.
         wo_a_scale: [G, rank / 128, J / 128], uint8 (ue8m0) or float32.
         out_dtype: "bf16", "fp32" or "fp64".
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, G * rank]; accumulated in float32 or wider, rounded once.
@@ -373,6 +397,7 @@ _FAMILY = "anymla.ops.linear"
 _VENDOR, _LAUNCH = f"{_FAMILY}.vendor", f"{_FAMILY}.triton_launch"
 _NUMBA, _SM90 = f"{_FAMILY}.numba_linear", f"{_FAMILY}.gluon_sm90_launch"
 
+_operation: Operation[..., Any]
 for _operation in (
     linear,
     linear_float32,

@@ -196,6 +196,7 @@ def _experts(
     if formats.weight != "plain":
         factors = [each(-(-n // rows), -(-k // columns), scales) for n, k in sizes]
     pairs = (tokens, shape.experts_per_token)
+    named: dict[str, Any] = {} if block == FP8_BLOCK else {"quant_block": block}
     wait: Any = deferred_stream_wait(_nothing) if late else contextlib.nullcontext()
     with wait:
         experts(
@@ -204,7 +205,7 @@ def _experts(
             weight_format=formats.weight, swiglu_limit=10.0,
             quantize_activations=formats.quantized, backend=backend,
             shared=empty((tokens, d), dtype=formats.x) if shared else None,
-            **({} if block == FP8_BLOCK else {"quant_block": block}),
+            **named,
         )  # fmt: skip
 
 

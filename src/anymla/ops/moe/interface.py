@@ -40,8 +40,14 @@ def _routed(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @operation(outputs=lambda x, tid2eid, **rest: _routed(x, tid2eid.shape[1]))
 def route_hash(
-    x: Tensor, gate: Tensor, token_ids: Tensor, tid2eid: Tensor, *, scale: float
-) -> None:
+    x: Tensor,
+    gate: Tensor,
+    token_ids: Tensor,
+    tid2eid: Tensor,
+    *,
+    scale: float,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """Route every token to the experts that a table lists for its id.
 
     With s = sqrt(softplus(x @ gate^T)) at the K listed experts, their weights are
@@ -53,6 +59,7 @@ def route_hash(
         token_ids: [T] int64. A token whose id is outside [0, V) gets no expert.
         tid2eid: [V, K] int64, entries within [0, E).
         scale: the model's routed_scaling_factor.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         Expert ids [T, K] int32 (-1 for a token without experts) and weights [T, K] float32
@@ -80,7 +87,8 @@ def route_biased(
     k: int,
     scale: float,
     is_valid: Tensor | None = None,
-) -> None:
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """Route every token to the k experts with the best biased scores.
 
     With s = sqrt(softplus(x @ gate^T)), the experts are the k largest of s + bias, best first,
@@ -94,6 +102,7 @@ def route_biased(
         k: experts per token, 1..E.
         scale: the model's routed_scaling_factor.
         is_valid: [T] bool, tokens that are none get no expert; None if all are.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         Expert ids [T, k] int32 (-1 for a token without experts) and weights [T, k] float32
@@ -121,7 +130,8 @@ def swiglu(
     *,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
-) -> None:
+    backend: str | None = None,
+) -> Tensor:
     """Clamped SwiGLU: silu(min(gate, limit)) * clamp(up, -limit, limit).
 
     Args:
@@ -130,6 +140,7 @@ def swiglu(
         limit: positive; infinity for no clamp.
         codes: the result, quantised (see ``formats.quantized_rows``), or None.
         code_scales: its scales, with ``codes``.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, I] in gate's dtype, computed in float32 (float64 for float64) and rounded once.
@@ -161,7 +172,8 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
-) -> None:
+    backend: str | None = None,
+) -> Tensor:
     """Run each token through its experts and add up.
 
         y[t] = shared[t] + sum_j w2_e (weights[t, j] * swiglu(w1_e x[t], w3_e x[t])),  e = ids[t, j]
@@ -199,6 +211,7 @@ def experts(
         shared: [T, D] of x's dtype, the shared expert's output, or None.
         quant_block: rows and columns of an FP8 weight, and channels of activations, that share a
             scale: 128 in DeepSeek-V4, 32 in V4.1.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, D] in x's dtype.
@@ -230,7 +243,7 @@ def experts(
         if len(given) != count:
             require(False, name, argument, f"a list of {count} tensors", len(given))
     if not len(w1):
-        return
+        return  # type: ignore[return-value]
     pack = 2 if weight_format == "mxfp4" else 1
     first = w1[0]
     inner = first.shape[0] if isinstance(first, Tensor) and first.ndim else 0

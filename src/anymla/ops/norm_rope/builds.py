@@ -60,13 +60,13 @@ def _norm(width: int, kind: NormShape) -> None:
 def _norms(model: ModelShape, kind: NormShape, coded: bool) -> None:
     """Of the slices of one projection."""
     sizes = (model.q_rank, model.channels)
-    rows = empty((_TOKENS, sum(sizes)), dtype=_DTYPES[kind.dtype]).split(sizes, dim=1)
-    weights = (empty(size, dtype=_DTYPES[kind.weights]) for size in sizes)
+    q, kv = empty((_TOKENS, sum(sizes)), dtype=_DTYPES[kind.dtype]).split(sizes, dim=1)
+    q_weight, kv_weight = (empty(size, dtype=_DTYPES[kind.weights]) for size in sizes)
     options: dict[str, Any] = {}
     if coded:
         quantised = QuantizedRows.empty(_TOKENS, model.q_rank, _META)
         options = {"codes": quantised.codes, "code_scales": quantised.scales}
-    fused_q_kv_rmsnorm(*rows, *weights, _EPS, **options)
+    fused_q_kv_rmsnorm(q, kv, q_weight, kv_weight, _EPS, **options)
 
 
 def _rope(width: int, dtype: str, inverse: bool) -> None:

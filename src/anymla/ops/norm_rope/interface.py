@@ -1,5 +1,7 @@
 """Contracts of RMS norms, RoPE, and both with the insertion of key-value rows."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from anymla.ops.norm_rope.support import (
     numba_norm_support,
     numba_norms_support,
 )
-from anymla.ops.registry import FLOATS, INT64, check, check_cos_sin, operation, require
+from anymla.ops.registry import FLOATS, INT64, Operation, check, check_cos_sin, operation, require
 
 
 def _like(x: Tensor) -> Tensor:
@@ -20,13 +22,14 @@ def _like(x: Tensor) -> Tensor:
 
 
 @operation(outputs=lambda x, weight, eps: (_like(x),))
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
     """Normalise rows by their root mean square: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Args:
         x: [..., D] floating point, any strides.
         weight: [D] floating point.
         eps: added to the mean square.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [..., D] of x's dtype, contiguous. Statistics and products in float32 (float64 for float64
@@ -41,7 +44,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @operation(outputs=lambda x, positions, cos_sin_cache, inverse: (_like(x),))
-def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    inverse: bool = False,
+    backend: str | None = None,
+) -> Tensor:
     """Rotate the last channels of every head by the token's position.
 
     Channels (2i, 2i+1) of the last R are one pair, rotated by the angle of table column i:
@@ -53,6 +63,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
         cos_sin_cache: [L, R] float32 (or float64), cosines in columns 0..R/2-1, sines after them.
             1 <= L, R even, 2 <= R <= D.
         inverse: rotate backwards (sines negated).
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T, H, D] of x's dtype, contiguous; float32 products (float64 for float64 x), rounded once.
@@ -76,6 +87,7 @@ def fused_q_kv_rmsnorm(
     *,
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply ``rms_norm`` to the two slices of the fused query/key-value projection.
 
@@ -87,6 +99,7 @@ def fused_q_kv_rmsnorm(
         eps: added to the mean squares.
         codes: the first result, quantised (see ``formats.quantized_rows``), or None.
         code_scales: its scales, with ``codes``.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         ([T, Q] of qr's dtype, [T, D] of kv's dtype), contiguous; rounded once each.
@@ -121,6 +134,7 @@ def qnorm_rope_kv_insert(
     *,
     layout: str = MAIN_FP8,
     out: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Norm and rotate the query heads; rotate the key-value rows and store them in the cache.
 
@@ -138,6 +152,7 @@ def qnorm_rope_kv_insert(
         eps: added to the mean square.
         layout: layout id of the cache, of D channels.
         out: [T, H, D] of q's dtype to write q' into, or None.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         q' [T, H, D] of q's dtype (``out`` if given). All T rows, whatever their slots. float32
@@ -175,6 +190,7 @@ def _check_table(name: str, table: Tensor, width: int, like: Tensor) -> None:
 
 
 _FAMILY = "anymla.ops.norm_rope"
+_operation: Operation[..., Any]
 for _operation, _kernel in ((rms_norm, "norm"), (rope, "rope")):
     _operation.register_lazy("reference", "anymla.ops._reference")
     _operation.register_lazy("torch", "anymla.ops._torch_norm_rope")

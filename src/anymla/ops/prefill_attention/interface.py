@@ -31,6 +31,7 @@ def prefill_attention(
     sink: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each query to a range of rows, and to a second range or to rows listed for it.
 
@@ -55,6 +56,7 @@ def prefill_attention(
         sink: [H] float32 or float64, one logit per head that carries no value.
         scale: of the scores; None for D ** -0.5. The sink is not scaled.
         out: [T, H, D] floating point to write the output into, or None for one of q's dtype.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         out [T, H, D] and lse [T, H] float32 (float64 for float64 q), natural, without the sink. A
@@ -94,6 +96,7 @@ def prefill_attention_fp8_quant(
     entries: int = 0,
     sink: Tensor | None = None,
     scale: float | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``prefill_attention``, then ``inverse_rope_fp8_quant`` of its output.
 
@@ -111,6 +114,7 @@ def prefill_attention_fp8_quant(
         entries: without lists the most entries of a token.
         sink: [H] float32 or float64, or None.
         scale: of the scores; None for D ** -0.5.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].

@@ -29,6 +29,7 @@ def slot_mapping(
     *,
     page_size: int,
     ratio: int = 1,
+    backend: str | None = None,
 ) -> Tensor:
     """Slot that each token of a step writes in one cache.
 
@@ -42,6 +43,7 @@ def slot_mapping(
         block_table: [R, P] int32, pages of each request in this cache.
         page_size: entries per page B.
         ratio: tokens per entry.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T] int64 slots, -1 where the token writes nothing.
@@ -63,12 +65,15 @@ def slot_mapping(
 
 
 @operation(outputs=lambda query_start_loc, num_tokens: (_int32(query_start_loc, num_tokens),))
-def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
+def token_to_request(
+    query_start_loc: Tensor, num_tokens: int, *, backend: str | None = None
+) -> Tensor:
     """Request of each token of a batch.
 
     Args:
         query_start_loc: [R + 1] int32, prefix sums of the requests' token counts.
         num_tokens: T; may exceed the last prefix sum (padding for a captured graph).
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         [T] int32: the r with start[r] <= t < start[r + 1], else -1.
@@ -94,6 +99,8 @@ def compute_global_topk_indices_and_lens(
     block_table: Tensor,
     block_size: int,
     is_valid_token: Tensor,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn selected local entries into cache slots.
 
@@ -103,6 +110,7 @@ def compute_global_topk_indices_and_lens(
         block_table: [R, P] int32, pages of the compressed cache.
         block_size: compressed entries per page B.
         is_valid_token: [T or more] bool; the row of an invalid token is empty.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         slots: [T, K] int32, ``table[r, i // B] * B + i % B``, or -1, not compacted; and
@@ -142,6 +150,7 @@ def combine_topk_swa_indices(
     topk: int,
     M: int,
     N: int,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows of the gathered prefill workspace that each token attends.
 
@@ -163,6 +172,7 @@ def combine_topk_swa_indices(
         topk: entries a token may select; 0 for a layer without compressed entries.
         M: workspace rows per request.
         N: of these, rows for compressed entries.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         indices: [T, topk + W rounded up to 128] int32.
@@ -205,6 +215,7 @@ def compressed_rows(
     block_size: int,
     width: int,
     is_valid_token: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All compressed entries that each token sees, for a layer without an indexer.
 
@@ -218,6 +229,7 @@ def compressed_rows(
         block_size: entries per page.
         width: columns; a token that sees more entries keeps the first ``width``.
         is_valid_token: [T] bool, or None for all; the row of an invalid token is empty.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         slots: [T, width] int32, slots of entries 0, 1, .., n - 1, then -1.
@@ -256,6 +268,7 @@ def window_rows(
     block_size: int,
     window: int,
     is_valid_token: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Slots of the sliding window of each token: positions max(0, p - window + 1) .. p.
 
@@ -267,6 +280,7 @@ def window_rows(
         block_size: tokens per page.
         window: W, the token itself included.
         is_valid_token: [T] bool, or None for all; the row of an invalid token is empty.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         slots: [T, W] int32 in ascending order of position, then -1.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -18,9 +17,11 @@ from anymla.ops.registry import (
     FLOATS,
     INT32,
     LazyFunction,
+    Operation,
     check,
     operation,
     require,
+    signature_of_backends,
 )
 from anymla.ops.sparse_attention.config import choose_schedule
 from anymla.ops.sparse_attention.support import (
@@ -72,6 +73,7 @@ def sparse_attention(
     batch_invariant: bool = False,
     plan: Tensor | None = None,
     out: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each query to the cache rows listed for it, in one or two caches.
 
@@ -106,6 +108,7 @@ def sparse_attention(
             wide, or None. Backends that cut work in another way ignore it, and so does a
             batch-invariant call.
         out: [T, H, value_dim] of q's dtype to write the output into, or None.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         out [T, H, value_dim] of q's dtype (``out`` if given) and lse [T, H] float32 (float64 for
@@ -146,6 +149,7 @@ def sparse_attention_rows(
     batch_invariant: bool = False,
     out: Tensor | None = None,
     max_logits: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each query to the rows of one tensor that are listed for it.
 
@@ -164,6 +168,7 @@ def sparse_attention_rows(
         out: [T, H, value_dim] of q's dtype to write the output into, or None.
         max_logits: [T, H] of lse's dtype to write each head's largest score into (the sink is
             none; -inf for a token without rows), or None.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         out [T, H, value_dim] of q's dtype and lse [T, H] float32 (float64 for float64 q); a token
@@ -206,6 +211,7 @@ def sparse_attention_fp8_quant(
     extra_layout: str = MAIN_FP8,
     batch_invariant: bool = False,
     plan: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sparse_attention``, then ``inverse_rope_fp8_quant`` of its output.
 
@@ -229,6 +235,7 @@ def sparse_attention_fp8_quant(
         extra_layout: layout id of extra_cache.
         batch_invariant: as for ``sparse_attention``.
         plan: int32 [n], likewise, or None.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
@@ -255,6 +262,7 @@ def sparse_attention_windows(
     scale: float | None = None,
     layout: str = MAIN_FP8,
     out: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the neighbouring queries of each request to its last rows, a window each.
 
@@ -276,6 +284,7 @@ def sparse_attention_windows(
         scale: of the scores; None for D ** -0.5. The sink is not scaled.
         layout: layout id of k_cache.
         out: [T, H, D] of q's dtype to write the output into, or None.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         out [T, H, D] of q's dtype (``out`` if given) and lse [T, H] float32 (float64 for float64
@@ -307,6 +316,7 @@ def sparse_attention_windows_fp8_quant(
     sink: Tensor | None = None,
     scale: float | None = None,
     layout: str = MAIN_FP8,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sparse_attention_windows``, then ``inverse_rope_fp8_quant`` of its output.
 
@@ -324,6 +334,7 @@ def sparse_attention_windows_fp8_quant(
         sink: [H] float32 or float64, or None.
         scale: of the scores; None for D ** -0.5.
         layout: layout id of k_cache.
+        backend: name of the backend that runs; None for the best that can.
 
     Returns:
         values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
@@ -465,7 +476,7 @@ def _by_lists(
     contract: Callable[..., Any], attend: Callable[..., Any], backend: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """``contract``, an attention to windows, by ``attend`` over each query's list of slots."""
-    signature = inspect.signature(contract)
+    signature = signature_of_backends(contract)
 
     def attend_lists(*args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         given = signature.bind(*args, **keywords).arguments
@@ -483,6 +494,7 @@ _TRITON, _GLUON = f"{_FAMILY}.triton_launch", f"{_FAMILY}.gluon_sm90_launch"
 _GLUON_WINDOWS = f"{_FAMILY}.gluon_sm90_windows_launch"
 _make_plan = LazyFunction(_GLUON, "make_plan")
 
+_operation: Operation[..., Any]
 for _operation in (sparse_attention, sparse_attention_rows):
     _operation.register_lazy("reference", f"{_FAMILY}.reference")
     _operation.register_lazy("torch", f"{_FAMILY}.torch_device")

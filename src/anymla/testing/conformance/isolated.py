@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from anymla.testing.conformance.registry import Case, load_cases
 from anymla.testing.conformance.runner import FAILED, Outcome, run_case
 from anymla.testing.conformance.setup import subject_of
@@ -176,6 +178,7 @@ def _main(told: str, place: str) -> None:
     words = json.loads(told)
     request = Request(**{**words, "cases": tuple(words["cases"])})
     prepare(request.device, compiled=request.compiled)
+    torch.set_num_threads(1)  # as without processes: threads of small calls wait for each other
     subject = subject_of(request.backend, request.against, request.device)
     known = load_cases()
     with Path(place).open("a", encoding="utf-8") as file:

@@ -18,9 +18,9 @@ from anymla.testing.tolerance import Bound, accumulation
 
 
 @functools.cache
-def all_operations() -> dict[str, Operation]:
+def all_operations() -> dict[str, Operation[..., Any]]:
     """Every public operation of ``anymla.ops`` by name."""
-    found: dict[str, Operation] = {}
+    found: dict[str, Operation[..., Any]] = {}
     for family in pkgutil.iter_modules(anymla.ops.__path__):
         if family.ispkg:
             module = importlib.import_module(f"anymla.ops.{family.name}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from anymla.ops.registry import BackendUnavailable
+from anymla.runtime.devices import default_device
 from anymla.testing.conformance.adapters import load_adapter
 from anymla.testing.conformance.ops import all_backends
 from anymla.testing.conformance.runner import Subject
-from anymla.testing.devices import default_device
 
 
 def subject_of(backend: str | None, against: str | None, device: str | None) -> Subject:

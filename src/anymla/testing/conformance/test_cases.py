@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from anymla.ops.registry import BackendUnavailable
+from anymla.runtime.devices import default_device
 from anymla.testing.conformance.ops import Ops, all_backends
 from anymla.testing.conformance.registry import Case, NotApplicable, load_cases
 from anymla.testing.conformance.runner import FAILED, NOT_APPLICABLE, Subject, run_case
 from anymla.testing.conformance.setup import subject_of
-from anymla.testing.devices import default_device
 
 _AGAINST = os.environ.get("ANYMLA_AGAINST")
 # Backends that run on any device, and are judged on the CPU.

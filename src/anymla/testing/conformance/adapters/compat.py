@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from anymla.compat import deep_gemm as deep_gemm_names
 from anymla.compat import flash_mla as flash_mla_names
+from anymla.runtime.devices import default_device
 from anymla.testing.conformance.adapters import Adapter, deep_gemm, flash_mla
-from anymla.testing.devices import default_device
 
 
 def adapter() -> Adapter:
