@@ -10,6 +10,7 @@ own in DeepSeek's inference code; see ``config_family``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class ModelConfig:
         sources: which layers compress and select.
         engram: the memory of n-grams, or None.
         yarn: scaling of the rotary table of layers that compress, or None.
+        swiglu_limit: infinity where the file says 0, which is no limit.
         eos_token_ids: every id that ends a text.
         image_token_id: the id that stands for the pieces of an image in a prompt, or None.
         quantization: None for an unquantised checkpoint.
@@ -256,7 +258,7 @@ class ModelConfig:
             moe_intermediate_size=fields.integer("moe_intermediate_size", minimum=1),
             num_hash_layers=_hash_layers(fields, layers, family),
             routed_scaling_factor=fields.number("routed_scaling_factor"),
-            swiglu_limit=fields.number("swiglu_limit"),
+            swiglu_limit=_swiglu_limit(fields),
             rms_norm_eps=fields.number("rms_norm_eps"),
             bos_token_id=fields.integer("bos_token_id") if fields.has("bos_token_id") else None,
             eos_token_ids=_eos(fields),
@@ -342,6 +344,13 @@ def _eos(fields: Fields) -> tuple[int, ...]:
     if isinstance(fields.values["eos_token_id"], list | tuple):
         return fields.integers("eos_token_id")
     return (fields.integer("eos_token_id"),)
+
+
+def _swiglu_limit(fields: Fields) -> float:
+    zero = fields.values.get("swiglu_limit")
+    if isinstance(zero, int | float) and not isinstance(zero, bool) and zero == 0:
+        return math.inf
+    return fields.number("swiglu_limit")
 
 
 def _quantization(fields: Fields, block: int) -> Quantization | None:

@@ -71,12 +71,23 @@ FAMILIES = {
     ),
 }
 
-# Names in the configuration of DeepSeek's own inference code, where they differ.
-_INFERENCE_NAMES = {
+# Names in the configuration of DeepSeek's own inference code where they differ, and those that
+# transformers takes for another field.
+_OTHER_NAMES = {
     "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_mtp_layers": "num_nextn_predict_layers",
+    "n_hash_layers": "num_hash_layers",
+    "n_heads": "num_attention_heads",
+    "window_size": "sliding_window",
     "norm_eps": "rms_norm_eps",
     "rope_head_dim": "qk_rope_head_dim",
+    "n_activated_experts": "num_experts_per_tok",
+    "num_local_experts": "n_routed_experts",
+    "moe_inter_dim": "moe_intermediate_size",
+    "intermediate_size": "moe_intermediate_size",
     "score_func": "scoring_func",
+    "route_scale": "routed_scaling_factor",
     "kv_source_layers": "kv_source_layer_ids",
     "index_source_layers": "index_source_layer_ids",
     "candidate_source_layer": "candidate_source_layer_id",
@@ -96,8 +107,8 @@ def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text model under their usual names, in one object.
 
     ``text_config`` is taken out of the object that it is nested in, whose other fields stay, and
-    the names of DeepSeek's inference code are replaced. A field that stands in both places, or
-    under both names, must have one value.
+    the names of DeepSeek's inference code and of transformers are replaced. A field that stands in
+    both places, or under both names, must have one value.
 
     Args:
         values: the file.
@@ -112,7 +123,7 @@ def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
             raise unsupported(_TEXT, nested, "an object")
         for name, value in nested.items():
             _place(flat, name, f"{_TEXT}.{name}", value)
-    for theirs, ours in _INFERENCE_NAMES.items():
+    for theirs, ours in _OTHER_NAMES.items():
         if theirs in flat:
             _place(flat, ours, theirs, flat.pop(theirs))
     return flat
