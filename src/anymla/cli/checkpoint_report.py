@@ -112,7 +112,7 @@ def _kinds(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, dict[str, i
     kind_of: dict[str, str] = {}
     for prefix in expected_linears(config):
         kind = weight_kind(checkpoint, prefix)
-        for leaf in ("weight", "scale", "weight_scale", "weight_scale_2", "input_scale"):
+        for leaf in ("weight", "scale", "weight_scale", "weight_scale_2"):
             kind_of[f"{prefix}.{leaf}"] = f"{kind} linear layers"
     return _grouped(
         (kind_of.get(name, f"other, {info.dtype}"), 1, info.nbytes)

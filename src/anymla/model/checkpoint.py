@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def without(self, prefix: str) -> Checkpoint:
-        """The same files, less the tensors whose names begin so."""
-        kept = {name: info for name, info in self.items() if not name.startswith(prefix)}
-        return Checkpoint(self.directory, kept)
+    def kept(self, wanted: Callable[[str], bool]) -> Checkpoint:
+        """The same files with the tensors whose names are wanted."""
+        return Checkpoint(self.directory, {n: info for n, info in self.items() if wanted(n)})
 
     @property
     def nbytes(self) -> int:

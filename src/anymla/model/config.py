@@ -81,7 +81,7 @@ class ModelConfig:
         yarn: scaling of the rotary table of layers that compress, or None.
         swiglu_limit: infinity where the file says 0, which is no limit.
         eos_token_ids: every id that ends a text.
-        image_token_id: the id that stands for the pieces of an image in a prompt, or None.
+        image_token_ids: ids that stand for an image in a prompt, or its pieces.
         quantization: None for an unquantised checkpoint.
         expert_dtype: "fp4", "fp8", "bf16", or None where the file does not say.
     """
@@ -118,7 +118,7 @@ class ModelConfig:
     rms_norm_eps: float
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    image_token_id: int | None
+    image_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
     quantization: Quantization | None
     expert_dtype: str | None
@@ -262,9 +262,7 @@ class ModelConfig:
             rms_norm_eps=fields.number("rms_norm_eps"),
             bos_token_id=fields.integer("bos_token_id") if fields.has("bos_token_id") else None,
             eos_token_ids=_eos(fields),
-            image_token_id=fields.integer("image_token_id")
-            if fields.has("image_token_id")
-            else None,
+            image_token_ids=_image_tokens(fields, family, vocab),
             tie_word_embeddings=bool(flat.get("tie_word_embeddings")),
             quantization=_quantization(fields, family.weight_block),
             expert_dtype=_expert_dtype(fields),
@@ -344,6 +342,13 @@ def _eos(fields: Fields) -> tuple[int, ...]:
     if isinstance(fields.values["eos_token_id"], list | tuple):
         return fields.integers("eos_token_id")
     return (fields.integer("eos_token_id"),)
+
+
+def _image_tokens(fields: Fields, family: Family, vocab: int) -> tuple[int, ...]:
+    """Those that the file names, and those that its family has beside a vision tower."""
+    named = [fields.integer("image_token_id")] if fields.has("image_token_id") else []
+    implied = family.image_tokens if fields.integer("vision_n_layers", 0) else ()
+    return tuple(sorted({*named, *(token for token in implied if token < vocab)}))
 
 
 def _swiglu_limit(fields: Fields) -> float:

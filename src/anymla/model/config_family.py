@@ -25,12 +25,11 @@ class Family:
         keeps_one: a ratio of 1 is one, an entry for every token, and not what engines write for 0.
         names_sources: the file lists which layers compress and which select.
         has_hash_layers: the first layers route by token id, as many as the file says.
-        has_image_bias: a router may hold a second bias, for the tokens of an image.
         has_mtp: ``num_nextn_predict_layers`` counts MTP layers; otherwise a drafter's stages.
         taps_at_entry: a drafter's context is taken where its target layers begin, and not behind
             them.
         markov_tables: names of the tables of a drafter's Markov head.
-        unread: prefixes of tensors that are no part of the text model, with what they are.
+        image_tokens: ids that stand for an image in a prompt of a model with ``vision_n_layers``.
     """
 
     norms_heads: bool = True
@@ -43,15 +42,15 @@ class Family:
     keeps_one: bool = False
     names_sources: bool = False
     has_hash_layers: bool = True
-    has_image_bias: bool = False
     has_mtp: bool = True
     taps_at_entry: bool = False
     markov_tables: tuple[str, str] = ("markov_w1", "markov_w2")
-    unread: tuple[tuple[str, str], ...] = ()
+    image_tokens: tuple[int, ...] = ()
 
 
 FAMILIES = {
-    "deepseek_v4": Family(),
+    # The placeholder of an image, and what vLLM makes of it: start, padding, pieces, ends.
+    "deepseek_v4": Family(image_tokens=(129264, *range(129257, 129262))),
     "deepseek_v41": Family(
         norms_heads=False,
         position_bias=False,
@@ -63,11 +62,9 @@ FAMILIES = {
         keeps_one=True,
         names_sources=True,
         has_hash_layers=False,
-        has_image_bias=True,
         has_mtp=False,
         taps_at_entry=True,
         markov_tables=("embed", "head"),
-        unread=(("vision.", "vision"), ("aligner.", "vision"), ("image_", "vision")),
     ),
 }
 

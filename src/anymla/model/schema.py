@@ -11,8 +11,7 @@ fp8      F8_E4M3 [N, K]                     ``.scale`` F8_E8M0, U8 (its bytes) o
 mxfp4    I8 or U8 [N, K/2], low nibble      ``.scale`` F8_E8M0, U8 or F32 [N, K/32]
          first
 nvfp4    U8 or I8 [N, K/2], low nibble      ``.weight_scale`` F8_E4M3 [N, K/16],
-         first                              ``.weight_scale_2`` F32 [] or [1] and, not
-                                            used, ``.input_scale`` F32 [] or [1]
+         first                              ``.weight_scale_2`` F32 [] or [1]
 =======  =================================  ==========================================
 
 The first three are DeepSeek's own; the names of the last are those of NVIDIA's Model Optimizer,
@@ -117,7 +116,6 @@ def linear_tensors(
         weight: Expected((n, k // 2), PACKED_DTYPES),
         f"{prefix}.weight_scale": Expected((n, k // NVFP4_BLOCK), ("F8_E4M3",)),
         f"{prefix}.weight_scale_2": Expected((), ("F32",)),
-        f"{prefix}.input_scale": Expected((), ("F32",), optional=True),
     }
 
 
@@ -299,11 +297,7 @@ def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Ex
         shape = (config.vocab_size, active)
         yield "ffn.gate.tid2eid", Expected(shape, INTEGER_DTYPES)
     else:
-        bias = Expected((experts,), FLOAT_DTYPES)
-        yield "ffn.gate.bias", bias
-        if config.family.has_image_bias:
-            # Takes its place for the tokens of an image.
-            yield "ffn.gate.bias_vl", dataclasses.replace(bias, optional=True)
+        yield "ffn.gate.bias", Expected((experts,), FLOAT_DTYPES)
     if config.engram is not None and spec.index in config.engram.layer_ids:
         for name in ("q_weight", "k_weight"):
             yield f"engram.{name}", Expected((streams, d), FLOAT_DTYPES)

@@ -66,6 +66,8 @@ class Transformer(nn.Module):
         self.dspark = dspark
         self.ranks = ranks
         self.backend = backend
+        images = config.image_token_ids
+        self._images = torch.tensor(images, device=embedding.device) if images else None
 
     @property
     def device(self) -> torch.device:
@@ -221,4 +223,6 @@ class Transformer(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         out: Tensor = linear_float32(x, self.lm_head, backend=plain_backend(self.backend))
-        return out if out.shape[-1] == self.config.vocab_size else self.ranks.gathered(out)
+        out = out if out.shape[-1] == self.config.vocab_size else self.ranks.gathered(out)
+        # No text goes on behind a piece of an image.
+        return out if self._images is None else out.index_fill_(-1, self._images, -torch.inf)

@@ -154,7 +154,7 @@ def _store(
 def _is_float32(name: str) -> bool:
     """Whether DeepSeek stores this tensor in float32; the others are bfloat16."""
     leaf = name.rpartition(".")[2]
-    return leaf in ("attn_sink", "ape", "bias", "bias_vl") or leaf.startswith("hc_")
+    return leaf in ("attn_sink", "ape", "bias") or leaf.startswith("hc_")
 
 
 @contextlib.contextmanager
