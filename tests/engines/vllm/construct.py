@@ -155,7 +155,7 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
                 built = model.AnymlaDeepseekV4(vllm_config=config)
             names = collections.Counter(type(each).__name__ for each in built.modules())
             found[chosen] = {"classes": names, "exchanged": +exchanged}
-            found[chosen]["for all"] = bool(model._exchange.cache_info().currsize)
+            found[chosen]["for all"] = bool(model.exchange.cache_info().currsize)
     return found
 
 

@@ -41,7 +41,7 @@ _LATER = {report.LINEARS: "linears", report.EXPERTS: "experts"}  # of models tha
 
 
 @functools.cache
-def _exchange() -> None:
+def exchange() -> None:
     """Put anymla's functions where vLLM looks them up by name: for every model of the process."""
     if report.MHC in _REPLACED:
         for name, layer in hyper_connection.LAYERS.items():
@@ -102,7 +102,7 @@ class _WithAnymlaLayers(nn.Module):
             _LOG.info_once(line, scope="global")
         replaced = _replaced(vllm_config)
         if not report.has_vision_tower(vllm_config):
-            _exchange()
+            exchange()
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         for name in (module for part, module in _LATER.items() if part in replaced):
