@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.mxfp4 import MXFP4_BLOCK
+from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.ops._quantized import QUANT_BLOCKS, check_codes, in_blocks_of, in_blocks_of_128
 from anymla.ops.device import Support, float32_support, has_numba
 from anymla.ops.moe.config import (
@@ -29,7 +31,7 @@ from anymla.ops.registry import (
     wide_dtype,
 )
 
-_FORMATS = ("plain", "fp8", "mxfp4")
+_FORMATS = ("plain", "fp8", "mxfp4", "nvfp4")
 
 
 def _routed(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -160,6 +162,7 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> None:
     """Run each token through its experts and add up.
 
@@ -183,21 +186,23 @@ def experts(
             are skipped, whatever their weight.
         weights: [T, K] float32 or float64.
         w1: E gate projections: [I, D] float ("plain"), uint8 e4m3 codes [I, D] ("fp8"), or uint8
-            packed e2m1 [I, D/2] ("mxfp4").
+            packed e2m1 [I, D/2] ("mxfp4" and "nvfp4").
         w3: E up projections like w1.
         w2: E down projections [D, I], likewise.
         s1: scales of w1: [] ("plain"), uint8 or float32 [ceil(I/b), ceil(D/b)] with b =
-            quant_block ("fp8"), or uint8 [I, D/32] ("mxfp4").
+            quant_block ("fp8"), uint8 [I, D/32] ("mxfp4"), or uint8 e4m3 codes [I, D/16] ("nvfp4").
         s3: scales of w3, likewise.
         s2: scales of w2, likewise.
-        weight_format: "plain", "fp8" or "mxfp4".
+        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
         swiglu_limit: positive, see ``swiglu``.
         quantize_activations: with "fp8" and "mxfp4", quantise the inputs of w1, w3 and w2 to e4m3
-            in blocks of channels; no effect on "plain".
+            in blocks of channels; no effect on the others.
         expert_offset: global id of the first expert in the lists (expert parallelism).
         shared: [T, D] of x's dtype, the shared expert's output, or None.
         quant_block: rows and columns of an FP8 weight, and channels of activations, that share a
             scale: 128 in DeepSeek-V4, 32 in V4.1.
+        global_scales: float32 [E, 3] with "nvfp4", factors of each expert's w1, w3 and w2; else
+            None.
 
     Returns:
         [T, D] in x's dtype.
@@ -218,6 +223,11 @@ def experts(
         weights=(weights, "T K", FLOAT32_UP),
         shared=(shared, "T D", x.dtype),
     )
+    given_scales = None if global_scales is None else list(global_scales.shape)
+    wanted_scales = [len(w1), 3] if weight_format == "nvfp4" else None
+    wanted = 'float32 [E, 3] with "nvfp4", else None'
+    require(given_scales == wanted_scales, name, "global_scales", wanted, given_scales)
+    check(name, global_scales=(global_scales, "_ 3", torch.float32))
     scale_count = 0 if weight_format == "plain" else len(w1)
     for argument, given, count in (
         ("w3", w3, len(w1)),
@@ -231,7 +241,7 @@ def experts(
     if not len(w1):
         return
     d, inner = sizes["D"], w1[0].shape[0] if w1[0].ndim else 0
-    pack = 2 if weight_format == "mxfp4" else 1
+    pack = 2 if weight_format in ("mxfp4", "nvfp4") else 1
     dtypes = FLOATS if weight_format == "plain" else torch.uint8
     check(
         name,
@@ -250,10 +260,11 @@ def experts(
             s3=(s3[0], "A B", scale_dtypes),
             s2=(s2[0], "B A", scale_dtypes),
         )
-    elif weight_format == "mxfp4":
+    elif weight_format != "plain":
+        block = MXFP4_BLOCK if weight_format == "mxfp4" else NVFP4_BLOCK
         check(
             name,
-            dims={"I": inner, "X": d // 32, "Y": inner // 32, "D": d},
+            dims={"I": inner, "X": d // block, "Y": inner // block, "D": d},
             s1=(s1[0], "I X", torch.uint8),
             s3=(s3[0], "I X", torch.uint8),
             s2=(s2[0], "D Y", torch.uint8),
