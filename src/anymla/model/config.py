@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.records import SplitFp8Layout
 from anymla.formats.untrusted import Refused, read_object
@@ -47,6 +48,7 @@ _MOST_STREAMS = 64
 _MOST_ITERATIONS = 1000
 
 _MOST_BYTES = 16 << 20
+_MANIFEST = "hf_quant_config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +60,15 @@ class Quantization:
         block: rows and columns of a weight block that share a scale.
         scale_fmt: "ue8m0" or "fp32". Scales of weights are as the files have them, those of
             activations powers of two with either.
-        activation_scheme: "dynamic": FP8 and FP4 linears quantise their input row by row.
+        activation_scheme: "dynamic": FP8 and MXFP4 linears quantise their input row by row.
+        experts: "NVFP4" where the file says so of the backbone's experts, else None.
     """
 
     method: str
     block: tuple[int, int]
     scale_fmt: str
     activation_scheme: str
+    experts: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +185,8 @@ class ModelConfig:
         if not Path(directory).is_dir():
             raise ConfigError(f"{directory}: no such directory")
         try:
-            return cls.from_dict(read_object(path, _MOST_BYTES), drafts=drafts)
+            values = read_object(path, _MOST_BYTES)
+            return cls.from_dict(_with_manifest(Path(directory), values), drafts=drafts)
         except FileNotFoundError:
             raise ConfigError(f"{directory}: not a checkpoint, it has no config.json") from None
         except (OSError, Refused) as error:
@@ -273,6 +278,24 @@ class ModelConfig:
         )
         _require_consistent(config)
         return config
+
+
+def _with_manifest(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The fields with what NVIDIA's Model Optimizer writes beside them, if they say nothing.
+
+    Raises:
+        ConfigError: that file is no JSON object that describes a quantisation.
+    """
+    path = directory / _MANIFEST
+    if values.get("quantization_config") is not None or not path.is_file():
+        return values
+    try:
+        said = read_object(path, _MOST_BYTES)["quantization"]
+        return values | {"quantization_config": {"quant_method": "modelopt", **said}}
+    except (OSError, Refused) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except (KeyError, TypeError):
+        raise ConfigError(f"{path}: has no object named quantization") from None
 
 
 def _family(values: Mapping[str, Any]) -> Family:
@@ -368,12 +391,16 @@ def _quantization(fields: Fields, block: int) -> Quantization | None:
     quantization.only("fmt", "e4m3")
     quantization.only("activation_scheme", "dynamic")
     quantization.only("weight_block_size", [block, block])
+    experts = quantization.string("moe_quant_algo", ("NVFP4",))
+    if experts is not None:
+        quantization.only("group_size", NVFP4_BLOCK)
     scale_fmt = quantization.string("scale_fmt", ("ue8m0", "fp32", "float32"))
     return Quantization(
         method=method,
         block=(block, block),
         scale_fmt="ue8m0" if scale_fmt == "ue8m0" else "fp32",
         activation_scheme="dynamic",
+        experts=experts,
     )
 
 

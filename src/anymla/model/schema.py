@@ -41,7 +41,7 @@ INTEGER_DTYPES = ("I64", "I32")
 # Where quantised weights are known to occur. Everything else is read as a plain tensor.
 ANY_ATTENTION: tuple[WeightKind, ...] = ("plain", "fp8", "nvfp4")
 PLAIN_OR_NVFP4: tuple[WeightKind, ...] = ("plain", "nvfp4")
-FFN: tuple[WeightKind, ...] = ("plain", "fp8", "mxfp4")
+FFN: tuple[WeightKind, ...] = ("plain", "fp8", "mxfp4", "nvfp4")
 PROJECTION: tuple[WeightKind, ...] = ("plain", "fp8")
 
 
@@ -128,6 +128,18 @@ def expected_linears(config: ModelConfig) -> dict[str, LinearShape]:
     return out | _dspark_linears(config)
 
 
+def quantised_tables(
+    config: ModelConfig, tensors: Mapping[str, TensorInfo] | None
+) -> dict[str, LinearShape]:
+    """The embedding and the head where they are not plain: then they are stored like a linear."""
+    shape = LinearShape(config.vocab_size, config.hidden_size, PROJECTION)
+    return {
+        prefix: shape
+        for prefix in ("embed", "head")
+        if weight_kind(tensors or {}, prefix) != "plain"
+    }
+
+
 def expected_tables(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Shape of every table of which single rows are read, by its prefix."""
     if config.engram is None:
@@ -185,7 +197,7 @@ def expected_tensors(
         tensors: what the files hold; None for an unquantised checkpoint.
     """
     out = expected_plain(config)
-    for prefix, shape in expected_linears(config).items():
+    for prefix, shape in (expected_linears(config) | quantised_tables(config, tensors)).items():
         kind = weight_kind(tensors or {}, prefix)
         out |= linear_tensors(prefix, shape, kind, config.family.weight_block)
     for prefix, size in expected_tables(config).items():

@@ -142,11 +142,14 @@ def _store(
     options: TinyOptions, prefix: str, shape: LinearShape, weight: Tensor
 ) -> tuple[Stored, Tensor]:
     """Store one linear layer in the kind that the options mean for it."""
-    if options.nvfp4_attention and "nvfp4" in shape.kinds:
+    expert = ".ffn.experts." in prefix
+    if options.nvfp4_attention and ".attn." in prefix and "nvfp4" in shape.kinds:
         return store_nvfp4(prefix, weight)
     if options.weights == "bf16" or "fp8" not in shape.kinds:
         return store_plain(prefix, weight)
-    if options.weights == "fp4" and ".ffn.experts." in prefix:
+    if options.weights == "nvfp4" and expert and prefix.startswith("layers."):
+        return store_nvfp4(prefix, weight, static_input=True)
+    if options.weights in ("fp4", "nvfp4") and expert:
         return store_mxfp4(prefix, weight)
     return store_fp8(prefix, weight, options.scale_format, options.weight_block)
 
