@@ -19,6 +19,7 @@ from anymla.cli.manners import on_terminal
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.ranks import Ranks
 from anymla.model.drafts import Drafts
+from anymla.model.hub import local_checkpoint
 from anymla.model.load import DTYPES, load_model
 from anymla.model.transformer import Transformer
 from anymla.runtime.launch import joined, launched, local_device, with_one_shot_sums
@@ -120,7 +121,8 @@ _OPTIONS = (
         required=True,
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help="Directory with config.json, tokenizer.json and safetensors.",
+        help="Directory with config.json, tokenizer.json and safetensors, or a name on the Hugging "
+        "Face Hub: owner/name or owner/name@revision.",
     ),
     click.option(
         "--chunk-size",
@@ -163,6 +165,8 @@ def run_options(function: Callable[..., None]) -> Callable[..., None]:
     def command(**parameters: Any) -> None:
         run = RunOptions(**{name: parameters.pop(name) for name in names})
         run.check()
+        with bad_input():
+            run = dataclasses.replace(run, checkpoint=local_checkpoint(run.checkpoint))
         with as_one(local_device(run.device)):
             function(run=run, **parameters)
 

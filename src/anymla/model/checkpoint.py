@@ -19,7 +19,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 # Bytes of one element of the dtypes this package can hold, under safetensors' names.
-_ITEM_BYTES = {
+ITEM_BYTES = {
     "F64": 8,
     "I64": 8,
     "F32": 4,
@@ -222,11 +222,11 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             begin, stop = _sizes(entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{path}: bad header entry for {name}") from None
-        if dtype not in _ITEM_BYTES:
+        if dtype not in ITEM_BYTES:
             raise CheckpointError(
-                f"{path}: {name} has dtype {dtype}, can read {', '.join(_ITEM_BYTES)}"
+                f"{path}: {name} has dtype {dtype}, can read {', '.join(ITEM_BYTES)}"
             )
-        if stop - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
+        if stop - begin != math.prod(shape) * ITEM_BYTES[dtype]:
             raise CheckpointError(
                 f"{path}: {name} is {dtype} {list(shape)} in {stop - begin} bytes, which do not fit"
             )

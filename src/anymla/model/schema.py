@@ -205,6 +205,12 @@ def expected_tensors(
     return out
 
 
+def is_float32(name: str) -> bool:
+    """True for a plain tensor that DeepSeek stores in float32; the others are bfloat16."""
+    leaf = name.rpartition(".")[2]
+    return leaf in ("attn_sink", "ape", "bias") or leaf.startswith("hc_")
+
+
 def least_tensors(config: ModelConfig) -> int:
     """How many tensors there are at the least, without naming them: those of the experts."""
     experts = sum(config.experts_of(spec.role)[0] for spec in layer_specs(config))

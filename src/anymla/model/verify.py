@@ -74,6 +74,15 @@ def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
     Raises:
         CheckpointError: the configuration is of another size altogether; nothing can be listed.
     """
+    found = verify_names(checkpoint, config)
+    wrong = [*found.wrong, *_wrong_kinds(checkpoint, config)]
+    if not found.missing and not wrong:
+        wrong += _wrong_values(checkpoint, config)
+    return dataclasses.replace(found, wrong=tuple(wrong))
+
+
+def verify_names(checkpoint: Checkpoint, config: ModelConfig) -> Report:
+    """``verify`` of names, shapes and dtypes alone, for which no values need be there."""
     least = least_tensors(config)
     if least > 10 * len(checkpoint) + 10_000:
         raise CheckpointError(
@@ -88,9 +97,6 @@ def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
         for name, info in checkpoint.items()
         if name in expected and not expected[name].fits(info)
     ]
-    wrong += _wrong_kinds(checkpoint, config)
-    if not missing and not wrong:
-        wrong += _wrong_values(checkpoint, config)
     return Report(tuple(missing), tuple(unexpected), tuple(wrong))
 
 

@@ -12,6 +12,7 @@ import torch
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import Drafts
 from anymla.model.generation import ChatTemplate, GenerationDefaults
+from anymla.model.hub import local_checkpoint
 from anymla.model.load import DTYPES, load_model
 from anymla.model.tokenizer import Tokenizer
 from anymla.runtime.engine import Engine
@@ -90,7 +91,9 @@ class LLM:
 
         Args:
             directory: with ``config.json``, ``tokenizer.json`` and safetensors, and if wanted
-                ``generation_config.json`` and a chat template.
+                ``generation_config.json`` and a chat template; or a checkpoint's name on the
+                Hugging Face Hub, ``owner/name`` or ``owner/name@revision``, which is taken from
+                its cache or fetched (``anymla[hub]``).
             device: where it runs; None for the accelerator if there is one, else the CPU.
             dtype: of activations, "bf16" or "fp32".
             kv_cache: of cache rows, as in ``EngineOptions``.
@@ -104,12 +107,14 @@ class LLM:
             progress: show a bar while loading.
 
         Raises:
-            ValueError: unusable options, or a directory that is no checkpoint.
+            ValueError: unusable options, a directory that is no checkpoint, or a name that is
+                neither here nor can be fetched.
             NotEnoughMemory: the device has too little for it.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
         place = torch.device(_best_device() if device is None else device)
+        directory = local_checkpoint(directory)
         self.defaults = GenerationDefaults.from_dir(directory)
         self.tokenizer = Tokenizer.from_dir(directory)
         if place.type == "cpu":

@@ -25,6 +25,7 @@ from anymla.model.schema import (
     expected_linears,
     expected_plain,
     expected_tables,
+    is_float32,
     least_tensors,
 )
 from anymla.ops.memory import require_memory
@@ -117,7 +118,7 @@ def random_tensors(
             tensor = noise.distinct(name, rows, count, config.n_routed_experts)
         else:
             tensor = plain_values(noise, name, expected.shape)
-            tensor = tensor if _is_float32(name) else tensor.bfloat16()
+            tensor = tensor if is_float32(name) else tensor.bfloat16()
         stored[name] = values[name] = tensor
     for name, shape in _beginning(expected_linears(config), prefix):
         weight = linear_values(noise, name, shape.rows, shape.columns)
@@ -152,12 +153,6 @@ def _store(
     if options.weights in ("fp4", "nvfp4") and expert:
         return store_mxfp4(prefix, weight)
     return store_fp8(prefix, weight, options.scale_format, options.weight_block)
-
-
-def _is_float32(name: str) -> bool:
-    """Whether DeepSeek stores this tensor in float32; the others are bfloat16."""
-    leaf = name.rpartition(".")[2]
-    return leaf in ("attn_sink", "ape", "bias") or leaf.startswith("hc_")
 
 
 @contextlib.contextmanager
