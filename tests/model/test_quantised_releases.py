@@ -158,7 +158,7 @@ def test_a_manifest_beside_the_configuration(nvfp4: tuple[Path, Path], tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_quant_algo": "IQ3_WIRE"}, r"moe_quant_algo is 'IQ3_WIRE', supported: 'NVFP4'"),
+        ({"moe_quant_algo": "IQ3_WIRE"}, r"moe_quant_algo is 'IQ3_WIRE', supported: 'NVFP4' or"),
         ({"group_size": 32}, r"quantization_config.group_size is 32, supported: 16"),
     ],
 )
@@ -178,6 +178,22 @@ def test_experts_that_are_not_what_the_configuration_says(
     plain = {"quantization_config": said, "expert_dtype": "fp8"}
     with pytest.raises(CheckpointError, match="stored as nvfp4, but config says expert_dtype fp8"):
         load_model(changed(packed, tmp_path / "b", **plain), progress=False)
+
+
+def test_experts_that_somebody_decoded(nvfp4: tuple[Path, Path], tmp_path: Path) -> None:
+    """A checkpoint in bf16 whose configuration still has what it was made of."""
+    packed, twin = nvfp4
+    assert "expert_dtype" not in json.loads((twin / "config.json").read_text())
+    left = changed(twin, tmp_path, expert_dtype="fp4")
+    assert_alike(run(left), run(packed))
+
+
+@pytest.mark.parametrize("word", ["nvfp4", "MXFP4"])
+def test_words_for_the_experts(word: str) -> None:
+    values = FLASH | {"quantization_config": NVFP4 | {"moe_quant_algo": word}}
+    quantization = ModelConfig.from_dict(values).quantization
+    assert quantization is not None
+    assert quantization.experts == word.upper()
 
 
 def dense_drafts(tensors: Tensors) -> None:

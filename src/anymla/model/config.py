@@ -61,7 +61,7 @@ class Quantization:
         scale_fmt: "ue8m0" or "fp32". Scales of weights are as the files have them, those of
             activations powers of two with either.
         activation_scheme: "dynamic": FP8 and MXFP4 linears quantise their input row by row.
-        experts: "NVFP4" where the file says so of the backbone's experts, else None.
+        experts: "NVFP4" or "MXFP4" where the file says so of the backbone's experts, else None.
     """
 
     method: str
@@ -391,8 +391,9 @@ def _quantization(fields: Fields, block: int) -> Quantization | None:
     quantization.only("fmt", "e4m3")
     quantization.only("activation_scheme", "dynamic")
     quantization.only("weight_block_size", [block, block])
-    experts = quantization.string("moe_quant_algo", ("NVFP4",))
-    if experts is not None:
+    experts = quantization.string("moe_quant_algo", ("NVFP4", "MXFP4", "nvfp4", "mxfp4"))
+    experts = None if experts is None else experts.upper()
+    if experts == "NVFP4":
         quantization.only("group_size", NVFP4_BLOCK)
     scale_fmt = quantization.string("scale_fmt", ("ue8m0", "fp32", "float32"))
     return Quantization(

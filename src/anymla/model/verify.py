@@ -35,6 +35,9 @@ EXPERT_KINDS: dict[str, tuple[WeightKind, ...]] = {
 }
 
 
+EXPERT_ALGORITHMS: dict[str, WeightKind] = {"NVFP4": "nvfp4", "MXFP4": "mxfp4"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """How a checkpoint differs from what its configuration needs.
@@ -153,9 +156,14 @@ def _linears(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, LinearSha
 
 
 def _declared_experts(config: ModelConfig) -> tuple[tuple[WeightKind, ...], str]:
-    """Kinds that the configuration allows for the backbone's experts, or none; and its words."""
-    if config.quantization is not None and config.quantization.experts == "NVFP4":
-        return ("nvfp4",), "moe_quant_algo NVFP4"
+    """Kinds that the configuration allows for the backbone's experts, or none; and its words.
+
+    Where nothing is quantised, ``expert_dtype`` is what it was before somebody decoded the experts.
+    """
+    if config.quantization is None:
+        return (), ""
+    if (said := config.quantization.experts) is not None:
+        return (EXPERT_ALGORITHMS[said],), f"moe_quant_algo {said}"
     if config.expert_dtype is None:
         return (), ""
     return EXPERT_KINDS[config.expert_dtype], f"expert_dtype {config.expert_dtype}"
