@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from anymla.runtime import launch
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 from anymla.testing.tiny_options import TinySharing
 
+TRAINED = Path(__file__).parents[2] / "examples" / "tiny" / "checkpoint"
 OPTIONS = TinyOptions(
     weights="fp4",
     ratios=(0, 4, 128),
@@ -86,9 +88,23 @@ def test_parts_of_a_weight_are_parts_of_its_values(kind):
         )
 
 
+def test_a_part_within_a_block_of_fp8_has_its_scale():
+    """Of a projection whose ranks have 64 channels each: the block of each is a short one."""
+    whole = _packed("fp8", 320, 192)
+    dense = whole.dense(torch.float32)
+    for part in (range(64, 128), range(32, 96), range(288, 320)):
+        assert torch.equal(whole.rows(part).dense(torch.float32), dense[part.start : part.stop])
+    for part in (range(64, 128), range(128, 160)):
+        assert torch.equal(
+            whole.columns(part).dense(torch.float32), dense[:, part.start : part.stop]
+        )
+
+
 def test_a_scale_is_never_cut():
-    with pytest.raises(ValueError, match=r"rows 64\.\.127 of a fp8 weight \[256, 256\]"):
-        _packed("fp8", 256, 256).rows(range(64, 128))
+    with pytest.raises(ValueError, match=r"rows 64\.\.191 of a fp8 weight \[256, 256\]"):
+        _packed("fp8", 256, 256).rows(range(64, 192))
+    with pytest.raises(ValueError, match=r"columns 8\.\.23 of a nvfp4 weight"):
+        _packed("nvfp4", 64, 48).columns(range(8, 24))
     with pytest.raises(ValueError, match=r"columns 0\.\.15 of a mxfp4 weight"):
         _packed("mxfp4", 64, 64).columns(range(16))
 
@@ -117,8 +133,21 @@ def test_ranks_have_all_of_the_model_between_them(checkpoint):
 
 
 def test_a_model_that_does_not_come_apart_says_so(checkpoint):
-    with pytest.raises(ConfigError, match="2 output groups cannot be shared evenly by 4 ranks"):
+    message = "2 output groups cannot be shared evenly by 4 ranks; possible are 1, 2$"
+    with pytest.raises(ConfigError, match=message):
         load_model(checkpoint, ranks=Ranks(0, 4), progress=False)
+
+
+def test_a_weight_that_does_not_come_apart_is_named(tmp_path):
+    """Three groups of 192 channels: halves would cut the second of five blocks of scales."""
+    small = {"heads": 6, "o_groups": 6, "o_lora": 96, "experts": 6, "experts_per_token": 2}
+    write_tiny_checkpoint(tmp_path, TinyOptions(ratios=(0,), mtp=0, hash_layers=0, **small))
+    message = (
+        r"^layers\.0\.attn\.wo_a\.weight cannot be shared by 2 ranks: rows 288\.\.575 of a fp8 "
+        r"weight .* 128 belong together; possible are 1$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path, ranks=Ranks(1, 2), progress=False)
 
 
 def test_alone_nothing_is_exchanged():
@@ -246,6 +275,13 @@ def test_two_processes_generate_what_one_does(checkpoint, tmp_path):
     assert two["drafted"] > 5
     assert both == text  # said once
     assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+
+
+def test_two_processes_share_the_trained_checkpoint(tmp_path):
+    """Whose groups are 64 channels wide, half a block of scales; greedy, and the same tokens."""
+    one, _ = _generate([sys.executable, "-m", "anymla"], TRAINED, tmp_path / "1.json")
+    two, _ = _generate(_torchrun(2), TRAINED, tmp_path / "2.json")
+    assert two["token_ids"] == one["token_ids"]
 
 
 def test_two_processes_adapt_alike(checkpoint, tmp_path):

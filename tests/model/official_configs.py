@@ -1,5 +1,5 @@
 """DeepSeek-V4's own configurations, in DeepSeek's spelling."""
 
-from anymla.testing.published import FLASH, FLASH_0731, PRO, PRO_0813
+from anymla.testing.published import FLASH, FLASH_0731, FLASH_VISION, PRO, PRO_0813
 
-__all__ = ["FLASH", "FLASH_0731", "PRO", "PRO_0813"]
+__all__ = ["FLASH", "FLASH_0731", "FLASH_VISION", "PRO", "PRO_0813"]

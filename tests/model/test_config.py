@@ -2,6 +2,8 @@ import contextlib
 import copy
 import json
 import math
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,9 @@ SPELLINGS = {
 }
 
 
+NESTED = SPELLINGS["nested"]["rope_parameters"]
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_gives_the_same_rotary_tables(spelling: str) -> None:
     config = ModelConfig.from_dict(SPELLINGS[spelling])
@@ -101,6 +106,114 @@ def test_every_spelling_gives_the_same_rotary_tables(spelling: str) -> None:
     # Golden values: pairs 0 to 15 turn as fast as without YaRN, pairs 25 to 31 at a sixteenth.
     for pair, value in ((0, 1.0), (15, 3.635538584e-03), (31, 5.680529037e-07)):
         torch.testing.assert_close(table[pair].item(), value, rtol=1e-6, atol=0)
+
+
+def test_rope_parameters_beside_rope_scaling_are_not_read() -> None:
+    """Tools leave theirs beside the published one, which transformers then takes."""
+    plain = {"rope_theta": 10000.0, "rope_type": "default"}
+    for ignored in (plain, {**YARN, "factor": 2}, NESTED, {"main": None}):
+        assert ModelConfig.from_dict(flash(rope_parameters=ignored)) == ModelConfig.from_dict(FLASH)
+    for empty in ({}, None):
+        values = flash(rope_scaling=empty, rope_parameters=YARN)
+        assert ModelConfig.from_dict(values) == ModelConfig.from_dict(FLASH)
+
+
+def test_every_choice_among_rope_fields_is_that_of_transformers_or_refused() -> None:
+    """Random files: two layouts, nested and flat, absent, null and contradicting fields."""
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    draw = random.Random(39)
+    counts: Counter[str] = Counter()
+    for _ in range(400):
+        values = random_rope_fields(draw)
+        try:
+            ours = ModelConfig.from_dict(values)
+        except ConfigError:
+            counts["refused"] += 1
+            continue
+        theirs = DeepseekV4RotaryEmbedding(DeepseekV4Config(**copy.deepcopy(values)))
+        assert theirs.main_attention_scaling == theirs.compress_attention_scaling == 1, values
+        for table, theta, yarn in (
+            (theirs.main_inv_freq, ours.rope_theta, None),
+            (theirs.compress_inv_freq, ours.compress_rope_theta, ours.yarn),
+        ):
+            expected = inv_freq(ours.qk_rope_head_dim, theta, yarn)
+            torch.testing.assert_close(
+                table, expected, rtol=1e-5, atol=0, msg=lambda said, v=values: f"{v}: {said}"
+            )
+        counts["yarn" if ours.yarn else "default"] += 1
+    assert min(counts[kind] for kind in ("refused", "yarn", "default")) > 40, counts
+
+
+def random_rope_fields(draw: random.Random) -> dict[str, Any]:
+    """A file of three layers with RoPE said anywhere, most of it as published."""
+
+    def some(**pools: list[Any]) -> dict[str, Any]:
+        """Of each pool nothing in a quarter of all draws, mostly its first, sometimes another."""
+        drawn = {}
+        for name, pool in pools.items():
+            if draw.random() < 0.75:
+                drawn[name] = pool[0] if draw.random() < 0.85 else draw.choice(pool)
+        return drawn
+
+    def table(kind: str) -> dict[str, Any]:
+        return {"rope_type": kind} | some(
+            type=[kind, "linear"],
+            rope_type=[kind, kind, None],
+            attention_factor=[1.0, 1.2, None],
+            beta_fast=[32, 16],
+            beta_slow=[1],
+            rope_theta=[10000.0, 5000.0],
+            partial_rotary_factor=[0.125, 0.125, 0.25],
+            mscale=[1.0],
+            truncate=[True, False],
+        )
+
+    def yarn() -> dict[str, Any]:
+        sizes = {"factor": draw.choice([16, 16, 8]), "original_max_position_embeddings": 65536}
+        made = table("yarn") | sizes
+        if draw.random() < 0.1:
+            del made[draw.choice(list(made))]
+        return made
+
+    def section() -> Any:
+        kind = draw.choice(["flat", "flat", "default", "nested", "nested", "empty", "half"])
+        compress = yarn() if draw.random() < 0.7 else table("default")
+        return {
+            "flat": yarn(),
+            "default": table("default"),
+            "nested": {"main": table("default"), "compress": compress, **some(rope_type=["yarn"])},
+            "half": {draw.choice(["main", "compress"]): compress},
+            "empty": draw.choice([{}, None]),
+        }[kind]
+
+    values = flash(
+        "rope_theta",
+        "compress_rope_theta",
+        "rope_scaling",
+        num_hidden_layers=3,
+        num_nextn_predict_layers=0,
+        compress_ratios=[0, 4, 128],
+    )
+    values |= some(rope_theta=[10000, 5000], compress_rope_theta=[160000, 40000])
+    values |= {name: section() for name in draw.sample(["rope_scaling", "rope_parameters"], 2)}
+    for name in ("rope_scaling", "rope_parameters"):
+        if draw.random() < 0.3:
+            del values[name]
+    if draw.random() < 0.2:
+        values |= some(partial_rotary_factor=[0.125, 0.25], original_seq_len=[65536, 0])
+    return values
+
+
+def test_a_limit_of_zero_is_none() -> None:
+    for zero in (0, 0.0):
+        assert ModelConfig.from_dict(flash(swiglu_limit=zero)).swiglu_limit == math.inf
+    for false in (False, "0"):
+        with pytest.raises(ConfigError, match="swiglu_limit is"):
+            ModelConfig.from_dict(flash(swiglu_limit=false))
 
 
 def test_no_scaling_at_all() -> None:
@@ -153,7 +266,7 @@ def test_transformers_compress_rates(tmp_path: Path) -> None:
 
 
 OVERLONG = [*FLASH["compress_ratios"], 4]
-NESTED = SPELLINGS["nested"]["rope_parameters"]
+PARTIAL = {"partial_rotary_factor": 0.125}
 REFUSED = [
     (flash(model_type="deepseek_v5"), r"model_type is 'deepseek_v5', supported: 'deepseek_v4' or"),
     (flash("model_type"), r"model_type is None, supported: 'deepseek_v4'"),
@@ -163,7 +276,7 @@ REFUSED = [
     (flash(hidden_size=True), r"hidden_size is True, supported: an integer >= 1"),
     (flash(hidden_size=0), r"hidden_size is 0, supported: an integer >= 1"),
     (flash(rms_norm_eps=math.nan), r"rms_norm_eps is nan, supported: a positive number"),
-    (flash(swiglu_limit=0), r"swiglu_limit is 0, supported: a positive number"),
+    (flash(swiglu_limit=-1), r"swiglu_limit is -1, supported: a positive number"),
     (flash(head_dim=256), r"head_dim is 256, supported: 512"),
     (flash(qk_rope_head_dim=32), r"qk_rope_head_dim is 32, supported: 64"),
     (flash(partial_rotary_factor=0.25), r"partial_rotary_factor is 0.25, supported: 0.125"),
@@ -257,16 +370,94 @@ REFUSED = [
         r"rope_scaling.original_max_position_embeddings is missing",
     ),
     (
-        flash(rope_parameters={**NESTED, "main": {**NESTED["main"], "rope_type": "yarn"}}),
+        flash(
+            "rope_scaling",
+            rope_parameters={**NESTED, "main": {**NESTED["main"], "rope_type": "yarn"}},
+        ),
         r"rope_parameters.main.rope_type is 'yarn', supported: 'default'",
     ),
     (
-        flash(rope_parameters={**NESTED, "compress": {"rope_theta": 1e5, **{"rope_type": "su"}}}),
+        flash(
+            "rope_scaling",
+            rope_parameters={
+                **NESTED,
+                "compress": {
+                    "rope_theta": 1e5,
+                    "partial_rotary_factor": 0.125,
+                    "rope_type": "su",
+                },
+            },
+        ),
         r"rope_parameters.compress.rope_type is 'su', supported: 'default' or 'yarn'",
     ),
     (
-        flash(rope_parameters={**NESTED, "main": {**NESTED["main"], "partial_rotary_factor": 1.0}}),
+        flash(
+            "rope_scaling",
+            rope_parameters={**NESTED, "main": {**NESTED["main"], "partial_rotary_factor": 1.0}},
+        ),
         r"rope_parameters.main.partial_rotary_factor is 1.0, supported: 0.125",
+    ),
+    (
+        flash("rope_scaling", rope_parameters={**NESTED, "main": {"type": "yarn", **PARTIAL}}),
+        r"rope_parameters.main.type is 'yarn', supported: 'default'",
+    ),
+    (
+        flash("rope_scaling", rope_parameters={"compress": NESTED["compress"]}),
+        r"rope_parameters.main is missing",
+    ),
+    (
+        flash("rope_scaling", rope_parameters={**NESTED, "compress": None}),
+        r"rope_parameters.compress is missing",
+    ),
+    (
+        flash("rope_scaling", rope_parameters={**NESTED, "compress": {**YARN, **PARTIAL}}),
+        r"rope_parameters.compress.attention_factor is missing, supported: 1",
+    ),
+    (
+        flash("rope_scaling", rope_parameters={**NESTED, "main": {"rope_theta": 1e4}}),
+        r"rope_parameters.main.partial_rotary_factor is missing",
+    ),
+    (
+        flash("rope_scaling", rope_parameters={**NESTED, "compress": {"factor": 2, **PARTIAL}}),
+        r"rope_parameters.compress.rope_theta is missing",
+    ),
+    (
+        flash("rope_theta", rope_scaling={**YARN, "rope_theta": 5000.0}),
+        r"rope_scaling.rope_theta is 5000.0, supported: 10000.0",
+    ),
+    (
+        flash(rope_scaling={**YARN, "rope_type": "default"}),
+        r"rope_scaling.type is 'yarn', supported: 'default'",
+    ),
+    (
+        flash(rope_scaling={**YARN, "rope_type": None}),
+        r"rope_scaling.rope_type is None, supported: 'default' or 'yarn'",
+    ),
+    (
+        flash(rope_scaling={**YARN, "attention_factor": None}),
+        r"rope_scaling.attention_factor is None, supported: 1",
+    ),
+    (flash(rope_factor=40), r"rope_factor is 40, supported: 16.0"),
+    (flash(original_seq_len=4096), r"original_seq_len is 4096, supported: 65536"),
+    (flash(original_max_position_embeddings=4096), r"original_max_position_.* supported: 65536"),
+    (flash(beta_fast=64), r"beta_fast is 64, supported: 32.0"),
+    (flash("rope_scaling", original_seq_len=65536), r"original_seq_len is 65536, supported: 0"),
+    (flash("rope_scaling", rope_factor=16), r"rope_factor is 16, supported: 1"),
+    (flash(n_layers=42), r"num_hidden_layers is 43, but n_layers is 42"),
+    (flash(num_local_experts=64), r"n_routed_experts is 256, but num_local_experts is 64"),
+    (flash(intermediate_size=8192), r"moe_intermediate_size is 2048, but intermediate_size is"),
+    (flash(compress_rate_hca=64), r"compress_rates.heavily_compressed_attention is 64, .*: 128"),
+    (
+        flash(compress_rates={"compressed_sparse_attention": 8}),
+        r"compress_rates.compressed_sparse_attention is 8, supported: 4",
+    ),
+    (
+        flash(compress_rate_csa=8, compress_rates={"compressed_sparse_attention": 4}),
+        r"compress_rate_csa is 8, supported: 4",
+    ),
+    (
+        flash(mlp_layer_types=["hash_moe", *["moe"] * 42]),
+        r"num_hash_layers is 3, but mlp_layer_types has 1 'hash_moe'",
     ),
     (
         flash(quantization_config={"quant_method": "awq"}),

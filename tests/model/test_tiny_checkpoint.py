@@ -194,7 +194,7 @@ def test_noise_is_normal_enough() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights": "int4"}, r"weights must be bf16 or fp8 or fp4, got 'int4'"),
+        ({"weights": "int4"}, r"weights must be bf16 or fp8 or fp4 or nvfp4, got 'int4'"),
         ({"scale_format": "bf16"}, r"scale_format must be ue8m0 or fp32, got 'bf16'"),
         ({"ratios": ()}, r"ratios must name at least one layer"),
         ({"vocab": 200}, r"vocab must be at least 258, got 200"),

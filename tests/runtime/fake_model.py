@@ -52,7 +52,7 @@ class FakeModel:
         self.config = SimpleNamespace(
             num_hidden_layers=sum(spec.role == "backbone" for spec in specs),
             vocab_size=VOCAB,
-            image_token_id=None,
+            image_token_ids=(),
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=(1,),
             head_dim=0,

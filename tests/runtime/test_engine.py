@@ -290,7 +290,7 @@ def test_requests_that_cannot_run_are_refused(request_, message):
 
 def test_images_are_refused():
     model = FakeModel()
-    model.config.image_token_id = 7
+    model.config.image_token_ids = (7,)
     engine = Engine(model, _options())
     message = "request 'a': token id 7 stands for an image .image_token_id., and images are not r"
     with pytest.raises(ValueError, match=message):

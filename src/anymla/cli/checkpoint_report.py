@@ -8,15 +8,19 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from anymla.model.build import rank_counts
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
+from anymla.model.described import described_checkpoint, lacks_weights
 from anymla.model.drafts import present_config, readable, unread_lines
 from anymla.model.layer_specs import layer_specs
 from anymla.model.schema import expected_linears, weight_kind
-from anymla.model.verify import verify
+from anymla.model.verify import verify, verify_names
 from anymla.runtime.cache_size import cache_sizes
+from anymla.runtime.memory_plan import memory_plan
 
 _CONTEXTS = (1024, 8192, 65536, 1048576)
+_RANKS = (1, 2, 4, 8)
 
 # The first pattern that is found in a name says what the tensor is part of.
 _PARTS = (
@@ -34,12 +38,16 @@ _PARTS = (
 )
 
 
-def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
+def checkpoint_report(
+    directory: Path, kv_cache: str, memory: float | None = None
+) -> dict[str, Any]:
     """Describe a checkpoint directory; JSON values only.
 
     Args:
-        directory: with ``config.json`` and safetensors.
+        directory: with ``config.json`` and safetensors, or with ``config.json`` and an index: then
+            sizes follow from these, and no values are looked at.
         kv_cache: cache format that the sizes are for.
+        memory: GB of one device, for what fits; None for the weights alone.
 
     Raises:
         ConfigError, CheckpointError: it is no checkpoint, a file cannot be read, or the files hold
@@ -47,10 +55,11 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
             or wrong are part of the report instead.
     """
     declared = ModelConfig.from_dir(directory)
-    held = Checkpoint.open(directory)
+    described = lacks_weights(directory)
+    held = described_checkpoint(directory, declared) if described else Checkpoint.open(directory)
     checkpoint = readable(held, declared)
     config = present_config(checkpoint, declared)
-    found = verify(checkpoint, config)
+    found = verify_names(checkpoint, config) if described else verify(checkpoint, config)
     contexts = [n for n in _CONTEXTS if n < config.max_position_embeddings]
     contexts.append(config.max_position_embeddings)
     sizes = cache_sizes(config, kv_cache, contexts)
@@ -58,6 +67,7 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
     return {
         "directory": str(directory),
         "ok": found.ok,
+        "described": described,
         "files": len({info.file for info in checkpoint.values()}),
         "tensors": len(checkpoint),
         "bytes": checkpoint.nbytes,
@@ -86,6 +96,24 @@ def checkpoint_report(directory: Path, kv_cache: str) -> dict[str, Any]:
             "total_bytes": total,
             "bytes_per_token": {n: held / n for n, held in total.items()},
         },
+        "plan": _plan(checkpoint, config, kv_cache, contexts, memory),
+    }
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    kv_cache: str,
+    contexts: list[int],
+    memory: float | None,
+) -> dict[str, Any]:
+    """Weights by the devices that share the model, and what fits beside them."""
+    counts = [count for count in _RANKS if count in rank_counts(config)]
+    nbytes = None if memory is None else int(memory * 1e9)
+    plans = memory_plan(checkpoint, config, kv_cache, contexts, counts, nbytes)
+    return {
+        "memory_bytes": nbytes,
+        "ranks": {count: dataclasses.asdict(plan) for count, plan in plans.items()},
     }
 
 
@@ -112,7 +140,7 @@ def _kinds(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, dict[str, i
     kind_of: dict[str, str] = {}
     for prefix in expected_linears(config):
         kind = weight_kind(checkpoint, prefix)
-        for leaf in ("weight", "scale", "weight_scale", "weight_scale_2", "input_scale"):
+        for leaf in ("weight", "scale", "weight_scale", "weight_scale_2"):
             kind_of[f"{prefix}.{leaf}"] = f"{kind} linear layers"
     return _grouped(
         (kind_of.get(name, f"other, {info.dtype}"), 1, info.nbytes)

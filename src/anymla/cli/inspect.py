@@ -20,9 +20,11 @@ from anymla.cli.cache_report import (
 )
 from anymla.cli.checkpoint_report import checkpoint_report
 from anymla.cli.files import STANDARD, OutputFile, refuse_overwriting, write_text
+from anymla.cli.numbers import Finite
 from anymla.cli.run_options import checkpoint_options
 from anymla.cli.terminal import say
 from anymla.layers.caches import CACHE_FORMATS
+from anymla.model.hub import local_checkpoint
 
 
 @commands.command(
@@ -79,6 +81,12 @@ from anymla.layers.caches import CACHE_FORMATS
     help="With --checkpoint: cache rows that the sizes are for.",
 )
 @click.option(
+    "--memory",
+    type=Finite(min=0, min_open=True),
+    metavar="GB",
+    help="With --checkpoint: which texts fit on GPUs of so much memory.",
+)
+@click.option(
     "--json",
     "json_file",
     type=OutputFile(allow_dash=True),
@@ -96,9 +104,13 @@ def command(
     entries: int | None,
     shown_row: int | None,
     kv_cache: str,
+    memory: float | None,
     json_file: Path | None,
 ) -> None:
     """Show what is in a checkpoint (tensors, sizes, what is missing) or in a dumped cache.
+
+    Of a checkpoint also the memory that it takes: weights by the GPUs that share it, and caches by
+    the length of a text.
 
     A cache can be verified (NaN, scale bytes that no quantiser writes, padding, stale rows),
     compared with another one, and converted between layouts: FP8 pages, entries one after the
@@ -113,6 +125,8 @@ def command(
         verify or other or convert or entries or page_layout or shown_row is not None
     ):
         raise BadInput("--verify, --compare, --convert, --layout, --entries, --row go with --cache")
+    if memory is not None and checkpoint is None:
+        raise BadInput("--memory goes with --checkpoint")
     if sum(map(bool, (verify or shown_row is not None, other, convert))) > 1:
         raise BadInput("--compare and --convert go alone, without --verify and --row")
     if (convert is None) != (output is None):
@@ -121,7 +135,8 @@ def command(
     refuse_overwriting("--json", json_file, cache, other, output)
     with bad_input():
         if checkpoint is not None:
-            report = checkpoint_report(checkpoint, kv_cache)
+            directory = local_checkpoint(checkpoint, weights=False)
+            report = checkpoint_report(directory, kv_cache, memory)
             lines = _checkpoint_lines(report)
         else:
             assert cache is not None
@@ -168,6 +183,8 @@ def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
             f"{dspark['markov_rank']}, {'a' if dspark['confidence'] else 'no'} confidence head; "
             f"generate --speculate uses it, --drafts off leaves it unread"
         )
+    if report["described"]:
+        lines.append("no weights are here: sizes follow from config.json and the index")
     lines += _sharing_lines(report)
     lines += report["unread"]
     for title in ("parts", "kinds"):
@@ -180,7 +197,8 @@ def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
         if report[title]:
             lines += ["", f"{title} ({len(report[title])})"]
             lines += [f"  {item}" for item in report[title]]
-    return [*lines, "", *_cache_size_lines(report["cache"])]
+    lines += ["", *_cache_size_lines(report["cache"])]
+    return [*lines, "", *_plan_lines(report["plan"])]
 
 
 def _drafter(report: dict[str, Any]) -> str:
@@ -228,6 +246,27 @@ def _cache_size_lines(cache: dict[str, Any]) -> list[str]:
     total = "".join(f"{_size(held):>12}" for held in cache["total_bytes"].values())
     a_token = "".join(f"{held:>12.1f}" for held in cache["bytes_per_token"].values())
     return [*lines, f"  {'total':20}{total}", f"  {'bytes a token':20}{a_token}"]
+
+
+def _plan_lines(plan: dict[str, Any]) -> list[str]:
+    """A table: GPUs that share the model across; what each keeps, and what fits, down."""
+    ranks = plan["ranks"]
+
+    def row(label: str, cells: list[str]) -> str:
+        return f"  {label:20}" + "".join(f"{cell:>12}" for cell in cells)
+
+    lines = ["memory of each GPU", row("GPUs", [str(count) for count in ranks])]
+    lines.append(row("weights", [_size(each["weight_bytes"]) for each in ranks.values()]))
+    fits = [each["fit"] for each in ranks.values()]
+    if plan["memory_bytes"] is None or not fits:
+        return lines
+    lines.append(f"of {_size(plan['memory_bytes'])}, a tenth kept free")
+    left = [_size(fit["free_bytes"]) if fit["free_bytes"] > 0 else "none" for fit in fits]
+    lines.append(row("left for caches", left))
+    lines.append(row("longest text", [str(fit["longest"] or "none") for fit in fits]))
+    for length in fits[0]["texts"]:
+        lines.append(row(f"texts of {length}", [str(fit["texts"][length]) for fit in fits]))
+    return lines
 
 
 def _cache_lines(report: dict[str, Any]) -> list[str]:

@@ -100,7 +100,8 @@ def _shared_sizes(ratios: tuple[int, ...], sizes: dict[str, Any]) -> dict[str, A
     type=click.Choice(WEIGHTS),
     default=_DEFAULTS.weights,
     show_default=True,
-    help="fp4: FP4 experts and FP8 linear layers; fp8: FP8 experts too; bf16: not quantised.",
+    help="fp4: FP4 experts and FP8 linear layers; nvfp4: experts as in NVIDIA's releases; fp8: FP8 "
+    "experts too; bf16: not quantised.",
 )
 @click.option(
     "--twin",

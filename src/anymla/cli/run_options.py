@@ -19,6 +19,7 @@ from anymla.cli.manners import on_terminal
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.ranks import Ranks
 from anymla.model.drafts import Drafts
+from anymla.model.hub import local_checkpoint
 from anymla.model.load import activation_dtype, dtype_name, load_model
 from anymla.model.transformer import Transformer
 from anymla.runtime.devices import named_device
@@ -152,7 +153,8 @@ def checkpoint_options(function: Callable[..., None]) -> Callable[..., None]:
         "--checkpoint",
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help="Directory with config.json, tokenizer.json and safetensors; or DIR by itself.",
+        help="Directory with config.json, tokenizer.json and safetensors, or a name on the Hugging "
+        "Face Hub: owner/name or owner/name@revision; or DIR by itself.",
     )(command)
     return click.argument(
         "directory", required=False, type=click.Path(path_type=Path), metavar="[DIR]"
@@ -198,6 +200,8 @@ def run_options(function: Callable[..., None]) -> Callable[..., None]:
             parameters["device"] = str(named_device(parameters["device"]))
         run = RunOptions(**{name: parameters.pop(name) for name in names})
         run.check()
+        with bad_input():
+            run = dataclasses.replace(run, checkpoint=local_checkpoint(run.checkpoint))
         with as_one(local_device(run.device)):
             function(run=run, **parameters)
 

@@ -63,7 +63,7 @@ class PackedWeight:
         """The weight of some outputs, as a view.
 
         Raises:
-            ValueError: the part cuts through rows that share a scale.
+            ValueError: the part cuts through rows that share a scale, and is not within them.
         """
         step = self.block if self.kind == "fp8" else 1
         self._require_aligned("rows", part, len(self.weight), step)
@@ -74,7 +74,8 @@ class PackedWeight:
         """The weight of some inputs, contiguous.
 
         Raises:
-            ValueError: the part cuts through columns that share a scale.
+            ValueError: the part cuts through columns that share a scale, and is not FP8 within
+                them.
         """
         step = {"fp8": self.block, "mxfp4": MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK}.get(self.kind, 1)
         packed = 2 if self.kind in ("mxfp4", "nvfp4") else 1
@@ -84,7 +85,10 @@ class PackedWeight:
         return dataclasses.replace(self, weight=weight, scale=scale)
 
     def _require_aligned(self, what: str, part: range, size: int, step: int) -> None:
-        if part.start % step or (part.stop % step and part.stop != size):
+        whole = part.start % step == 0 and (part.stop % step == 0 or part.stop == size)
+        # A block of FP8 may be short, one of FP4 may not.
+        within = self.kind == "fp8" and part.start // step == (part.stop - 1) // step
+        if not whole and not within:
             raise ValueError(
                 f"{what} {part.start}..{part.stop - 1} of a {self.kind} weight "
                 f"{list(self.weight.shape)} share scales with others: {step} belong together"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from anymla.formats.fp8_block import FP8_BLOCK
@@ -60,12 +62,21 @@ class Router:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """One projection of all experts, kept one by one so that mapped files are read in place."""
+    """One projection of all experts, kept one by one so that mapped files are read in place.
+
+    Attributes:
+        kind: format of all of them.
+        weights: one tensor an expert.
+        scales: likewise; none for "plain".
+        block: see ``PackedWeight``.
+        global_scales: float32 [E] (nvfp4), else None.
+    """
 
     kind: str
     weights: list[Tensor]
     scales: list[Tensor]
     block: int = FP8_BLOCK
+    global_scales: Tensor | None = None
 
     @classmethod
     def of(cls, packed: list[PackedWeight]) -> ExpertWeights:
@@ -74,7 +85,14 @@ class ExpertWeights:
         if len(kinds) != 1 or len(blocks) != 1:
             raise ValueError(f"experts must share one weight format, got {sorted(kinds)}")
         scales = [each.scale for each in packed if each.scale is not None]
-        return cls(kinds.pop(), [each.weight for each in packed], scales, blocks.pop())
+        whole = [each.global_scale for each in packed if each.global_scale is not None]
+        return cls(
+            kinds.pop(),
+            [each.weight for each in packed],
+            scales,
+            blocks.pop(),
+            torch.cat(whole) if whole else None,
+        )
 
 
 class SharedExpert(nn.Module):
@@ -137,9 +155,12 @@ class MixtureOfExperts(nn.Module):
         self.expert_offset = expert_offset
         self.ranks = ranks
         self.backend = backend
-        # Nothing is said of the usual blocks.
+        # Nothing is said of the usual blocks, and of factors that most formats have not.
         block = w1.block
-        self._quant_block = {} if block == FP8_BLOCK else {"quant_block": block}
+        self._more: dict[str, Any] = {} if block == FP8_BLOCK else {"quant_block": block}
+        whole = [each.global_scales for each in (w1, w3, w2) if each.global_scales is not None]
+        if whole:
+            self._more["global_scales"] = torch.stack(whole, 1).contiguous()
 
     @property
     def reads_codes(self) -> bool:
@@ -174,6 +195,6 @@ class MixtureOfExperts(nn.Module):
                 expert_offset=self.expert_offset,
                 shared=shared,
                 backend=self.backend,
-                **self._quant_block,
+                **self._more,
             )
         return self.ranks.total(out)

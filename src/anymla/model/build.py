@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -90,6 +91,7 @@ class Builder:
             device=device,
             quantize_activations=scheme == "dynamic" and dtype != torch.float32,
             ranks=ranks,
+            rank_counts=rank_counts(config),
             backend=backend,
         )
         self.options = HyperConnectionOptions(
@@ -107,14 +109,14 @@ class Builder:
             config=config,
             layer_specs=specs,
             dtype=self.dtype,
-            embedding=self.weights.read("embed.weight").to(self.dtype),
+            embedding=self.weights.vocabulary("embed").to(self.dtype),
             layers=[
                 self.decoder(f"layers.{spec.index}.", spec)
                 for spec in specs
                 if spec.role == "backbone"
             ],
             head=self.leaving_head(""),
-            lm_head=self.weights.logits_weight("head.weight", self.vocabulary()),
+            lm_head=self.weights.logits_weight("head", self.vocabulary()),
             ranks=self.ranks,
             drafts=[
                 self.draft(f"mtp.{spec.index - config.num_hidden_layers}.", spec)
@@ -177,14 +179,14 @@ class Builder:
         stages = [spec for spec in specs if spec.role == "dspark"]
         last = f"mtp.{len(stages) - 1}."
         confidence = f"{last}confidence_head.proj.weight"
-        w1, w2 = (f"{last}markov_head.{name}.weight" for name in self.config.family.markov_tables)
+        w1, w2 = (f"{last}markov_head.{name}" for name in self.config.family.markov_tables)
         return BlockDrafter(
             main_proj=self.weights.linear("mtp.0.main_proj"),
             main_norm=self.weights.float32("mtp.0.main_norm.weight"),
             stages=[self.decoder(f"mtp.{i}.", spec) for i, spec in enumerate(stages)],
             head=self.leaving_head(last),
             markov=MarkovHead(
-                w1=self.weights.read(w1).to(self.dtype),
+                w1=self.weights.read(f"{w1}.weight").to(self.dtype),
                 w2=self.weights.logits_weight(w2, self.vocabulary()),
                 confidence=self.weights.float32(confidence) if config.confidence else None,
                 backend=self.backend,
@@ -400,14 +402,29 @@ def _times(part: range, size: int) -> range:
     return range(part.start * size, part.stop * size)
 
 
+def rank_counts(config: ModelConfig) -> tuple[int, ...]:
+    """Numbers of ranks by which heads, groups and experts can be shared."""
+    shared = math.gcd(config.num_attention_heads, config.o_groups)
+    return tuple(n for n in range(1, _fewest_experts(config) + 1) if shared % n == 0)
+
+
+def _fewest_experts(config: ModelConfig) -> int:
+    return min(config.experts_of(role)[0] for role in ("backbone", "dspark"))
+
+
 def _require_shares(config: ModelConfig, ranks: Ranks) -> None:
     """Raise ConfigError unless every rank gets as many heads and groups, and an expert."""
+    possible = ", ".join(map(str, rank_counts(config)))
     for what, count in (
         ("attention heads", config.num_attention_heads),
         ("output groups", config.o_groups),
     ):
         if count % ranks.size:
-            raise ConfigError(f"{count} {what} cannot be shared evenly by {ranks.size} ranks")
-    experts = min(config.experts_of(role)[0] for role in ("backbone", "dspark"))
-    if experts < ranks.size:
-        raise ConfigError(f"{experts} experts are too few for {ranks.size} ranks")
+            raise ConfigError(
+                f"{count} {what} cannot be shared evenly by {ranks.size} ranks; possible are "
+                f"{possible}"
+            )
+    if (experts := _fewest_experts(config)) < ranks.size:
+        raise ConfigError(
+            f"{experts} experts are too few for {ranks.size} ranks; possible are {possible}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 # Bytes of one element of the dtypes this package can hold, under safetensors' names.
-_ITEM_BYTES = {
+ITEM_BYTES = {
     "F64": 8,
     "I64": 8,
     "F32": 4,
@@ -106,10 +106,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def without(self, prefix: str) -> Checkpoint:
-        """The same files, less the tensors whose names begin so."""
-        kept = {name: info for name, info in self.items() if not name.startswith(prefix)}
-        return Checkpoint(self.directory, kept)
+    def kept(self, wanted: Callable[[str], bool]) -> Checkpoint:
+        """The same files with the tensors whose names are wanted."""
+        return Checkpoint(self.directory, {n: info for n, info in self.items() if wanted(n)})
 
     @property
     def nbytes(self) -> int:
@@ -223,11 +222,11 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             begin, stop = _sizes(entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{path}: bad header entry for {name}") from None
-        if dtype not in _ITEM_BYTES:
+        if dtype not in ITEM_BYTES:
             raise CheckpointError(
-                f"{path}: {name} has dtype {dtype}, can read {', '.join(_ITEM_BYTES)}"
+                f"{path}: {name} has dtype {dtype}, can read {', '.join(ITEM_BYTES)}"
             )
-        if stop - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
+        if stop - begin != math.prod(shape) * ITEM_BYTES[dtype]:
             raise CheckpointError(
                 f"{path}: {name} is {dtype} {list(shape)} in {stop - begin} bytes, which do not fit"
             )

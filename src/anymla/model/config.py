@@ -10,10 +10,12 @@ own in DeepSeek's inference code; see ``config_family``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.records import SplitFp8Layout
 from anymla.formats.untrusted import Refused, read_object
@@ -46,6 +48,7 @@ _MOST_STREAMS = 64
 _MOST_ITERATIONS = 1000
 
 _MOST_BYTES = 16 << 20
+_MANIFEST = "hf_quant_config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +60,15 @@ class Quantization:
         block: rows and columns of a weight block that share a scale.
         scale_fmt: "ue8m0" or "fp32". Scales of weights are as the files have them, those of
             activations powers of two with either.
-        activation_scheme: "dynamic": FP8 and FP4 linears quantise their input row by row.
+        activation_scheme: "dynamic": FP8 and MXFP4 linears quantise their input row by row.
+        experts: "NVFP4" or "MXFP4" where the file says so of the backbone's experts, else None.
     """
 
     method: str
     block: tuple[int, int]
     scale_fmt: str
     activation_scheme: str
+    experts: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +83,9 @@ class ModelConfig:
         sources: which layers compress and select.
         engram: the memory of n-grams, or None.
         yarn: scaling of the rotary table of layers that compress, or None.
+        swiglu_limit: infinity where the file says 0, which is no limit.
         eos_token_ids: every id that ends a text.
-        image_token_id: the id that stands for the pieces of an image in a prompt, or None.
+        image_token_ids: ids that stand for an image in a prompt, or its pieces.
         quantization: None for an unquantised checkpoint.
         expert_dtype: "fp4", "fp8", "bf16", or None where the file does not say.
     """
@@ -116,7 +122,7 @@ class ModelConfig:
     rms_norm_eps: float
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    image_token_id: int | None
+    image_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
     quantization: Quantization | None
     expert_dtype: str | None
@@ -179,7 +185,8 @@ class ModelConfig:
         if not Path(directory).is_dir():
             raise ConfigError(f"{directory}: no such directory")
         try:
-            return cls.from_dict(read_object(path, _MOST_BYTES), drafts=drafts)
+            values = read_object(path, _MOST_BYTES)
+            return cls.from_dict(_with_manifest(Path(directory), values), drafts=drafts)
         except FileNotFoundError:
             raise ConfigError(f"{directory}: not a checkpoint, it has no config.json") from None
         except (OSError, Refused) as error:
@@ -256,13 +263,11 @@ class ModelConfig:
             moe_intermediate_size=fields.integer("moe_intermediate_size", minimum=1),
             num_hash_layers=_hash_layers(fields, layers, family),
             routed_scaling_factor=fields.number("routed_scaling_factor"),
-            swiglu_limit=fields.number("swiglu_limit"),
+            swiglu_limit=_swiglu_limit(fields),
             rms_norm_eps=fields.number("rms_norm_eps"),
             bos_token_id=fields.integer("bos_token_id") if fields.has("bos_token_id") else None,
             eos_token_ids=_eos(fields),
-            image_token_id=fields.integer("image_token_id")
-            if fields.has("image_token_id")
-            else None,
+            image_token_ids=_image_tokens(fields, family, vocab),
             tie_word_embeddings=bool(flat.get("tie_word_embeddings")),
             quantization=_quantization(fields, family.weight_block),
             expert_dtype=_expert_dtype(fields),
@@ -273,6 +278,24 @@ class ModelConfig:
         )
         _require_consistent(config)
         return config
+
+
+def _with_manifest(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The fields with what NVIDIA's Model Optimizer writes beside them, if they say nothing.
+
+    Raises:
+        ConfigError: that file is no JSON object that describes a quantisation.
+    """
+    path = directory / _MANIFEST
+    if values.get("quantization_config") is not None or not path.is_file():
+        return values
+    try:
+        said = read_object(path, _MOST_BYTES)["quantization"]
+        return values | {"quantization_config": {"quant_method": "modelopt", **said}}
+    except (OSError, Refused) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except (KeyError, TypeError):
+        raise ConfigError(f"{path}: has no object named quantization") from None
 
 
 def _family(values: Mapping[str, Any]) -> Family:
@@ -344,6 +367,20 @@ def _eos(fields: Fields) -> tuple[int, ...]:
     return (fields.integer("eos_token_id"),)
 
 
+def _image_tokens(fields: Fields, family: Family, vocab: int) -> tuple[int, ...]:
+    """Those that the file names, and those that its family has beside a vision tower."""
+    named = [fields.integer("image_token_id")] if fields.has("image_token_id") else []
+    implied = family.image_tokens if fields.integer("vision_n_layers", 0) else ()
+    return tuple(sorted({*named, *(token for token in implied if token < vocab)}))
+
+
+def _swiglu_limit(fields: Fields) -> float:
+    zero = fields.values.get("swiglu_limit")
+    if isinstance(zero, int | float) and not isinstance(zero, bool) and zero == 0:
+        return math.inf
+    return fields.number("swiglu_limit")
+
+
 def _quantization(fields: Fields, block: int) -> Quantization | None:
     if not fields.has("quantization_config"):
         return None
@@ -354,12 +391,17 @@ def _quantization(fields: Fields, block: int) -> Quantization | None:
     quantization.only("fmt", "e4m3")
     quantization.only("activation_scheme", "dynamic")
     quantization.only("weight_block_size", [block, block])
+    experts = quantization.string("moe_quant_algo", ("NVFP4", "MXFP4", "nvfp4", "mxfp4"))
+    experts = None if experts is None else experts.upper()
+    if experts == "NVFP4":
+        quantization.only("group_size", NVFP4_BLOCK)
     scale_fmt = quantization.string("scale_fmt", ("ue8m0", "fp32", "float32"))
     return Quantization(
         method=method,
         block=(block, block),
         scale_fmt="ue8m0" if scale_fmt == "ue8m0" else "fp32",
         activation_scheme="dynamic",
+        experts=experts,
     )
 
 

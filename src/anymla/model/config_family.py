@@ -25,12 +25,11 @@ class Family:
         keeps_one: a ratio of 1 is one, an entry for every token, and not what engines write for 0.
         names_sources: the file lists which layers compress and which select.
         has_hash_layers: the first layers route by token id, as many as the file says.
-        has_image_bias: a router may hold a second bias, for the tokens of an image.
         has_mtp: ``num_nextn_predict_layers`` counts MTP layers; otherwise a drafter's stages.
         taps_at_entry: a drafter's context is taken where its target layers begin, and not behind
             them.
         markov_tables: names of the tables of a drafter's Markov head.
-        unread: prefixes of tensors that are no part of the text model, with what they are.
+        image_tokens: ids that stand for an image in a prompt of a model with ``vision_n_layers``.
     """
 
     norms_heads: bool = True
@@ -43,15 +42,15 @@ class Family:
     keeps_one: bool = False
     names_sources: bool = False
     has_hash_layers: bool = True
-    has_image_bias: bool = False
     has_mtp: bool = True
     taps_at_entry: bool = False
     markov_tables: tuple[str, str] = ("markov_w1", "markov_w2")
-    unread: tuple[tuple[str, str], ...] = ()
+    image_tokens: tuple[int, ...] = ()
 
 
 FAMILIES = {
-    "deepseek_v4": Family(),
+    # The placeholder of an image, and what vLLM makes of it: start, padding, pieces, ends.
+    "deepseek_v4": Family(image_tokens=(129264, *range(129257, 129262))),
     "deepseek_v41": Family(
         norms_heads=False,
         position_bias=False,
@@ -63,20 +62,29 @@ FAMILIES = {
         keeps_one=True,
         names_sources=True,
         has_hash_layers=False,
-        has_image_bias=True,
         has_mtp=False,
         taps_at_entry=True,
         markov_tables=("embed", "head"),
-        unread=(("vision.", "vision"), ("aligner.", "vision"), ("image_", "vision")),
     ),
 }
 
-# Names in the configuration of DeepSeek's own inference code, where they differ.
-_INFERENCE_NAMES = {
+# Names in the configuration of DeepSeek's own inference code where they differ, and those that
+# transformers takes for another field.
+_OTHER_NAMES = {
     "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_mtp_layers": "num_nextn_predict_layers",
+    "n_hash_layers": "num_hash_layers",
+    "n_heads": "num_attention_heads",
+    "window_size": "sliding_window",
     "norm_eps": "rms_norm_eps",
     "rope_head_dim": "qk_rope_head_dim",
+    "n_activated_experts": "num_experts_per_tok",
+    "num_local_experts": "n_routed_experts",
+    "moe_inter_dim": "moe_intermediate_size",
+    "intermediate_size": "moe_intermediate_size",
     "score_func": "scoring_func",
+    "route_scale": "routed_scaling_factor",
     "kv_source_layers": "kv_source_layer_ids",
     "index_source_layers": "index_source_layer_ids",
     "candidate_source_layer": "candidate_source_layer_id",
@@ -96,8 +104,8 @@ def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text model under their usual names, in one object.
 
     ``text_config`` is taken out of the object that it is nested in, whose other fields stay, and
-    the names of DeepSeek's inference code are replaced. A field that stands in both places, or
-    under both names, must have one value.
+    the names of DeepSeek's inference code and of transformers are replaced. A field that stands in
+    both places, or under both names, must have one value.
 
     Args:
         values: the file.
@@ -112,7 +120,7 @@ def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
             raise unsupported(_TEXT, nested, "an object")
         for name, value in nested.items():
             _place(flat, name, f"{_TEXT}.{name}", value)
-    for theirs, ours in _INFERENCE_NAMES.items():
+    for theirs, ours in _OTHER_NAMES.items():
         if theirs in flat:
             _place(flat, ours, theirs, flat.pop(theirs))
     return flat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from anymla.model.config_fields import ConfigError, Fields, unsupported
 from anymla.ops.norm_rope.rope_tables import YarnScaling
@@ -12,6 +13,9 @@ WINDOW_ONLY = "sliding_attention"
 SELECTED = "compressed_sparse_attention"
 DENSE = "heavily_compressed_attention"
 SELECTED_RATIO = 4
+
+ROPE_TYPES = ("default", "yarn")
+_DEFAULT_THETA = 10000.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,8 @@ def layer_ratios(
         ConfigError: neither spelling is present, a list has the wrong length, they disagree, or a
             draft layer compresses.
     """
-    named = _ratios_of_types(fields, layers) if fields.has("layer_types") else None
+    rates = _compress_rates(fields)
+    named = _ratios_of_types(fields, rates, layers) if fields.has("layer_types") else None
     if not fields.has("compress_ratios"):
         if named is None:
             raise ConfigError("config: compress_ratios is missing")
@@ -69,6 +74,8 @@ def layer_ratios(
         raise ConfigError(
             f"config: compress_ratios is {list(backbone)}, but layer_types means {list(named)}"
         )
+    for ratio in sorted(set(backbone) - {0}):
+        rates.only(SELECTED if ratio == SELECTED_RATIO else DENSE, ratio)
     return backbone + (0,) * drafts
 
 
@@ -76,7 +83,8 @@ def hash_layers(fields: Fields, layers: int) -> int:
     """Number of leading layers whose experts are looked up by token id.
 
     Raises:
-        ConfigError: missing, of the wrong length, or hash layers that are not the leading ones.
+        ConfigError: missing, of the wrong length, hash layers that are not the leading ones, or
+            two counts.
     """
     if not fields.has("mlp_layer_types"):
         return min(fields.integer("num_hash_layers"), layers)
@@ -88,14 +96,21 @@ def hash_layers(fields: Fields, layers: int) -> int:
         raise unsupported(
             "mlp_layer_types", types, f"{layers} entries, 'hash_moe' first and 'moe' after"
         )
+    if fields.has("num_hash_layers") and min(fields.integer("num_hash_layers"), layers) != count:
+        raise ConfigError(
+            f"config: num_hash_layers is {fields.values['num_hash_layers']}, but mlp_layer_types "
+            f"has {count} 'hash_moe'"
+        )
     return count
 
 
 def rope_tables(fields: Fields, rotary_factor: float, *, compresses: bool) -> RopeTables:
-    """Rotary bases and YaRN scaling.
+    """Rotary bases and YaRN scaling, of files that say so in more than one place as well.
 
-    Nested ``rope_parameters`` ({main, compress}) are complete in themselves. Otherwise the scaling
-    is in flat ``rope_parameters`` or ``rope_scaling`` and belongs to the layers that compress.
+    ``rope_scaling`` replaces ``rope_parameters`` wherever it holds anything, in whichever of the
+    two forms it has. Nested ones ({main, compress}) are complete in themselves. A flat one is the
+    scaling of the layers that compress; both bases are fields of their own beside it. What
+    transformers would compute otherwise than DeepSeek does is refused.
 
     Args:
         fields: the configuration.
@@ -103,29 +118,85 @@ def rope_tables(fields: Fields, rotary_factor: float, *, compresses: bool) -> Ro
         compresses: whether any layer has a compressed cache; else that table is not needed.
 
     Raises:
-        ConfigError: a base is missing, a table scaled in a way that is not supported.
+        ConfigError: a base is missing, a table scaled in a way that is not supported, or two fields
+            contradict each other.
+
+    Source: ``DeepseekV4Config`` and ``RotaryEmbeddingConfigMixin`` of transformers 5.
     """
-    parameters = fields.section("rope_parameters")
-    if parameters.has("main") and parameters.has("compress"):
-        main, compress = parameters.section("main"), parameters.section("compress")
-        main.only("rope_type", "default")
-        for table in (main, compress):
-            table.only("partial_rotary_factor", rotary_factor)
-        return RopeTables(main.number("rope_theta"), compress.number("rope_theta"), _yarn(compress))
-    flat = parameters if parameters.values else fields.section("rope_scaling")
-    flat.only("partial_rotary_factor", rotary_factor)
-    theta = fields if fields.has("rope_theta") or not flat.has("rope_theta") else flat
-    unused = None if compresses else theta.number("rope_theta")
-    return RopeTables(
-        theta.number("rope_theta"), fields.number("compress_rope_theta", unused), _yarn(flat)
+    table = fields.section("rope_scaling")
+    if not table.values:
+        table = fields.section("rope_parameters")
+    nested = [name for name in ("main", "compress") if name in table.values]
+    tables = (
+        _nested_tables(fields, table, rotary_factor)
+        if nested
+        else _flat_tables(fields, table, rotary_factor, compresses=compresses)
     )
+    _require_inference_names(fields, tables.yarn)
+    return tables
 
 
-def _ratios_of_types(fields: Fields, layers: int) -> tuple[int, ...]:
+def _nested_tables(fields: Fields, table: Fields, rotary_factor: float) -> RopeTables:
+    main, compress = table.section("main"), table.section("compress")
+    for each in (main, compress):
+        if not each.values:
+            raise ConfigError(f"config: {each.path} is missing")
+        if not fields.has("partial_rotary_factor") and not each.has("partial_rotary_factor"):
+            # transformers rotates whole heads then.
+            raise ConfigError(f"config: {each.name('partial_rotary_factor')} is missing")
+        each.only("partial_rotary_factor", rotary_factor)
+    _rope_type(main, ROPE_TYPES[:1])
+    yarn = _yarn(compress)
+    if yarn is not None and not compress.has("attention_factor"):
+        # transformers then scales cosines and sines by 0.1 ln(factor) + 1.
+        raise ConfigError(f"config: {compress.name('attention_factor')} is missing, supported: 1")
+    return RopeTables(main.number("rope_theta"), compress.number("rope_theta"), yarn)
+
+
+def _flat_tables(
+    fields: Fields, table: Fields, rotary_factor: float, *, compresses: bool
+) -> RopeTables:
+    table.only("partial_rotary_factor", rotary_factor)
+    if not fields.has("rope_theta") and table.has("rope_theta"):
+        # What transformers rotates layers without compression by, whatever the table says.
+        table.only("rope_theta", _DEFAULT_THETA)
+        theta = _DEFAULT_THETA
+    else:
+        theta = fields.number("rope_theta")
+    compress_theta = fields.number("compress_rope_theta", None if compresses else theta)
+    return RopeTables(theta, compress_theta, _yarn(table))
+
+
+def _require_inference_names(fields: Fields, yarn: YarnScaling | None) -> None:
+    """Raise where the fields of DeepSeek's inference code say something else of YaRN."""
+    if yarn is None:
+        fields.only("original_seq_len", 0)
+        if not fields.has("original_seq_len"):
+            fields.only("rope_factor", 1)
+        return
+    fields.only("rope_factor", yarn.factor)
+    fields.only("original_seq_len", yarn.original_max_position_embeddings)
+    fields.only("original_max_position_embeddings", yarn.original_max_position_embeddings)
+    fields.only("beta_fast", yarn.beta_fast)
+    fields.only("beta_slow", yarn.beta_slow)
+
+
+def _compress_rates(fields: Fields) -> Fields:
+    """Ratios by the kind of attention; a field of its own for a kind must say the same."""
+    rates = fields.section("compress_rates")
+    known = dict(rates.values)
+    for name, kind in (("compress_rate_csa", SELECTED), ("compress_rate_hca", DENSE)):
+        if fields.has(name):
+            if rates.has(kind):
+                fields.only(name, rates.values[kind])
+            known[kind] = fields.integer(name)
+    return Fields(known, rates.path)
+
+
+def _ratios_of_types(fields: Fields, rates: Fields, layers: int) -> tuple[int, ...]:
     types = fields.values["layer_types"]
     if not isinstance(types, list | tuple) or len(types) != layers:
         raise unsupported("layer_types", types, f"a list of {layers} entries")
-    rates = fields.section("compress_rates")
     ratios = {WINDOW_ONLY: 0}
     if SELECTED in types:
         # The overlapping pooling and the indexer belong to this ratio, not to the name.
@@ -141,11 +212,23 @@ def _ratios_of_types(fields: Fields, layers: int) -> tuple[int, ...]:
     return tuple(ratios[one] for one in types)
 
 
+def _rope_type(table: Fields, allowed: Sequence[str] = ROPE_TYPES) -> str:
+    """Kind of a table, from ``rope_type`` or its older name ``type``, which must agree."""
+    said = [name for name in ("rope_type", "type") if name in table.values]
+    for name in said:
+        if table.string(name, allowed) is None:
+            raise unsupported(table.name(name), None, " or ".join(map(repr, allowed)))
+        table.only(name, table.values[said[0]])
+    return str(table.values[said[0]]) if said else ROPE_TYPES[0]
+
+
 def _yarn(table: Fields) -> YarnScaling | None:
-    kind_field = "rope_type" if table.has("rope_type") else "type"
-    if table.string(kind_field, ("default", "yarn")) != "yarn":
+    if _rope_type(table) != "yarn":
         return None
     # DeepSeek-V4 applies no magnitude correction, and rounds the ramp's ends to whole pairs.
+    if table.values.get("attention_factor", 1) is None:
+        # transformers computes one then.
+        raise unsupported(table.name("attention_factor"), None, "1")
     table.only("attention_factor", 1)
     table.only("truncate", True)
     return YarnScaling(

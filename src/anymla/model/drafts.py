@@ -6,6 +6,8 @@ Both lie under ``mtp.N.``, and their configurations overlap; the tensors decide.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Literal
@@ -21,6 +23,10 @@ DRAFTERS: dict[str | None, str] = {
     "dspark": "a DSpark drafter",
     None: "no drafter",
 }
+
+_VISION = ("vision.*", "aligner.*", "image_*", "*.ffn.gate.bias_vl")
+# Of activations and cache rows, for engines whose scales do not follow the values.
+_STATIC_SCALES = tuple(f"*.{name}_scale" for name in ("input", "output", "q", "k", "v", "kv"))
 
 _PREFIX = "mtp."
 # What one of them has and the other has not.
@@ -44,7 +50,7 @@ def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     when it saves a model, but not the layers. A DSpark drafter has as many stages as the files
     have ``mtp.N``, and may have no confidence head.
 
-    A family's tensors that are not read do not count.
+    Tensors that nothing reads do not count.
 
     Raises:
         CheckpointError: the files hold the drafter that the configuration does not describe, or
@@ -67,24 +73,29 @@ def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
 
 
 def readable(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
-    """The files, less the tensors that are no part of what this family's text model is here."""
-    for prefix, _ in config.family.unread:
-        checkpoint = checkpoint.without(prefix)
-    return checkpoint
+    """The files, less the tensors that nothing of a text model reads."""
+    unread = re.compile(
+        "|".join(map(fnmatch.translate, itertools.chain(*_unread(config).values())))
+    )
+    return checkpoint.kept(lambda name: not unread.match(name))
 
 
 def unread_lines(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
-    """One line for each kind of tensor that is not read, with their names' beginnings."""
-    found: dict[str, list[str]] = {}
-    for prefix, what in config.family.unread:
-        found.setdefault(what, []).append(prefix)
+    """One line for each kind of tensor that is not read, with the patterns of their names."""
     lines = []
-    for what, prefixes in found.items():
-        count = sum(name.startswith(tuple(prefixes)) for name in checkpoint)
-        if count:
-            named = ", ".join(f"{prefix}*" for prefix in prefixes)
-            lines.append(f"{checkpoint.directory}: {count} {what} tensors ({named}) are not read")
+    for what, patterns in _unread(config).items():
+        counts = {pattern: len(fnmatch.filter(checkpoint, pattern)) for pattern in patterns}
+        if total := sum(counts.values()):
+            named = ", ".join(pattern for pattern, count in counts.items() if count)
+            lines.append(f"{checkpoint.directory}: {total} {what} tensors ({named}) are not read")
     return lines
+
+
+def _unread(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Patterns of tensors that no part of a text model reads, by what they are."""
+    # Beside a vision tower, layers that route by token id have the others' bias as well.
+    biases = tuple(f"layers.{layer}.ffn.gate.bias" for layer in range(config.num_hash_layers))
+    return {"vision": (*_VISION, *biases), "static scale": _STATIC_SCALES}
 
 
 def choose_drafts(
@@ -106,7 +117,8 @@ def choose_drafts(
         raise ValueError(f"drafts must be {', '.join(DRAFTS)}, got {drafts!r}")
     checkpoint = readable(checkpoint, config)
     if drafts == "off":
-        return checkpoint.without(_PREFIX), config.without_drafts()
+        backbone = checkpoint.kept(lambda name: not name.startswith(_PREFIX))
+        return backbone, config.without_drafts()
     present = present_config(checkpoint, config)
     kind = draft_kind(present)
     if drafts not in ("auto", kind):

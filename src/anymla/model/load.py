@@ -16,6 +16,7 @@ from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import Drafts, choose_drafts, unread_lines
 from anymla.model.loading import load_weights
+from anymla.model.rank_sizes import rank_bytes
 from anymla.model.schema import FLOAT_DTYPES
 from anymla.model.token_map import token_map
 from anymla.model.transformer import Transformer
@@ -108,7 +109,7 @@ def load_model(
     device = torch.device(device)
     with load_weights(checkpoint, config, device=device, progress=progress) as weights:
         require_memory(
-            f"loading {directory}", _least_bytes(checkpoint, dtype, device, ranks), device
+            f"loading {directory}", _least_bytes(checkpoint, config, dtype, device, ranks), device
         )
         builder = Builder(
             config,
@@ -128,7 +129,11 @@ def load_model(
 
 
 def _least_bytes(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
 ) -> dict[str, int]:
     """What the weights take on the device at the least.
 
@@ -136,7 +141,7 @@ def _least_bytes(
     the others stay in the mapped files, and experts are converted when they are visited.
     """
     if device.type != "cpu":
-        return {"weights": checkpoint.nbytes // ranks.size}
+        return {"weights": rank_bytes(checkpoint, config, ranks.size)}
     copied = 0
     stored_as = "F32" if dtype == torch.float32 else "BF16"
     for name, info in checkpoint.items():

@@ -69,11 +69,15 @@ class Weights:
         return weight.view(torch.uint8), scale.view(torch.uint8)
 
     def _read(self, name: str, device: torch.device | str) -> Tensor:
-        if name == "head.weight" and name not in self.checkpoint:
-            name = "embed.weight"
+        name = self._stored(name)
         value = self.checkpoint.tensor(name, device)
         self._bar.update(self.checkpoint[name].nbytes)
         return value
+
+    def _stored(self, name: str) -> str:
+        """The name it lies under: a head that is not there is the embedding."""
+        tied = name.startswith("head.") and "head.weight" not in self.checkpoint
+        return name.replace("head.", "embed.", 1) if tied else name
 
     def linear(self, prefix: str) -> PackedWeight:
         """A linear layer's weight as stored; codes and scale bytes as uint8.
@@ -81,7 +85,9 @@ class Weights:
         Scales that are stored in float32 stay float32 for FP8. MXFP4 has no such form: there they
         become exponent bytes, which is exact because only powers of two pass verification.
         """
-        kind = weight_kind(self.checkpoint, prefix)
+        kind = weight_kind(
+            self.checkpoint, self._stored(f"{prefix}.weight").removesuffix(".weight")
+        )
         weight = self.tensor(f"{prefix}.weight")
         if kind == "plain":
             return PackedWeight(kind, weight)

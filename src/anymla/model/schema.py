@@ -11,8 +11,7 @@ fp8      F8_E4M3 [N, K]                     ``.scale`` F8_E8M0, U8 (its bytes) o
 mxfp4    I8 or U8 [N, K/2], low nibble      ``.scale`` F8_E8M0, U8 or F32 [N, K/32]
          first
 nvfp4    U8 or I8 [N, K/2], low nibble      ``.weight_scale`` F8_E4M3 [N, K/16],
-         first                              ``.weight_scale_2`` F32 [] or [1] and, not
-                                            used, ``.input_scale`` F32 [] or [1]
+         first                              ``.weight_scale_2`` F32 [] or [1]
 =======  =================================  ==========================================
 
 The first three are DeepSeek's own; the names of the last are those of NVIDIA's Model Optimizer,
@@ -42,7 +41,7 @@ INTEGER_DTYPES = ("I64", "I32")
 # Where quantised weights are known to occur. Everything else is read as a plain tensor.
 ANY_ATTENTION: tuple[WeightKind, ...] = ("plain", "fp8", "nvfp4")
 PLAIN_OR_NVFP4: tuple[WeightKind, ...] = ("plain", "nvfp4")
-FFN: tuple[WeightKind, ...] = ("plain", "fp8", "mxfp4")
+FFN: tuple[WeightKind, ...] = ("plain", "fp8", "mxfp4", "nvfp4")
 PROJECTION: tuple[WeightKind, ...] = ("plain", "fp8")
 
 
@@ -117,7 +116,6 @@ def linear_tensors(
         weight: Expected((n, k // 2), PACKED_DTYPES),
         f"{prefix}.weight_scale": Expected((n, k // NVFP4_BLOCK), ("F8_E4M3",)),
         f"{prefix}.weight_scale_2": Expected((), ("F32",)),
-        f"{prefix}.input_scale": Expected((), ("F32",), optional=True),
     }
 
 
@@ -128,6 +126,18 @@ def expected_linears(config: ModelConfig) -> dict[str, LinearShape]:
         for name, shape in _block_linears(config, spec, config.experts_of(spec.role)[0]):
             out[prefix + name] = shape
     return out | _dspark_linears(config)
+
+
+def quantised_tables(
+    config: ModelConfig, tensors: Mapping[str, TensorInfo] | None
+) -> dict[str, LinearShape]:
+    """The embedding and the head where they are not plain: then they are stored like a linear."""
+    shape = LinearShape(config.vocab_size, config.hidden_size, PROJECTION)
+    return {
+        prefix: shape
+        for prefix in ("embed", "head")
+        if weight_kind(tensors or {}, prefix) != "plain"
+    }
 
 
 def expected_tables(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -187,12 +197,18 @@ def expected_tensors(
         tensors: what the files hold; None for an unquantised checkpoint.
     """
     out = expected_plain(config)
-    for prefix, shape in expected_linears(config).items():
+    for prefix, shape in (expected_linears(config) | quantised_tables(config, tensors)).items():
         kind = weight_kind(tensors or {}, prefix)
         out |= linear_tensors(prefix, shape, kind, config.family.weight_block)
     for prefix, size in expected_tables(config).items():
         out |= table_tensors(prefix, size, tensors or {})
     return out
+
+
+def is_float32(name: str) -> bool:
+    """True for a plain tensor that DeepSeek stores in float32; the others are bfloat16."""
+    leaf = name.rpartition(".")[2]
+    return leaf in ("attn_sink", "ape", "bias") or leaf.startswith("hc_")
 
 
 def least_tensors(config: ModelConfig) -> int:
@@ -299,11 +315,7 @@ def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Ex
         shape = (config.vocab_size, active)
         yield "ffn.gate.tid2eid", Expected(shape, INTEGER_DTYPES)
     else:
-        bias = Expected((experts,), FLOAT_DTYPES)
-        yield "ffn.gate.bias", bias
-        if config.family.has_image_bias:
-            # Takes its place for the tokens of an image.
-            yield "ffn.gate.bias_vl", dataclasses.replace(bias, optional=True)
+        yield "ffn.gate.bias", Expected((experts,), FLOAT_DTYPES)
     if config.engram is not None and spec.index in config.engram.layer_ids:
         for name in ("q_weight", "k_weight"):
             yield f"engram.{name}", Expected((streams, d), FLOAT_DTYPES)

@@ -67,6 +67,9 @@ class Transformer(nn.Module):
         self.dspark = dspark
         self.ranks = ranks
         self.backend = backend
+        first = ranks.rank * len(lm_head) if len(lm_head) < config.vocab_size else 0
+        images = [i - first for i in config.image_token_ids if 0 <= i - first < len(lm_head)]
+        self._images = torch.tensor(images, device=embedding.device) if images else None
 
     @property
     def device(self) -> torch.device:
@@ -271,7 +274,8 @@ class Transformer(nn.Module):
     def _logits_here(self, x: Tensor) -> Tensor:
         """This rank's logits, float32, of normed streams [..., hidden]."""
         out: Tensor = linear_float32(x, self.lm_head, backend=plain_backend(self.backend))
-        return out
+        # No text goes on behind a piece of an image.
+        return out if self._images is None else out.index_fill_(-1, self._images, -torch.inf)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._whole(self._logits_here(x))

@@ -13,17 +13,29 @@ from anymla.layers.linear import WeightKind
 from anymla.model.checkpoint import Checkpoint, CheckpointError, enumerate_some
 from anymla.model.config import ModelConfig
 from anymla.model.schema import (
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    LinearShape,
     expected_linears,
     expected_plain,
     expected_tensors,
     least_tensors,
+    quantised_tables,
     weight_kind,
 )
 
 # Values of a tensor that is read as a whole before the model is built.
 _SMALL = 1 << 20
 
-EXPERT_KINDS: dict[str, WeightKind] = {"fp4": "mxfp4", "fp8": "fp8", "bf16": "plain"}
+# What ``expert_dtype`` may mean; NVIDIA's releases keep the "fp4" of what they were made of.
+EXPERT_KINDS: dict[str, tuple[WeightKind, ...]] = {
+    "fp4": ("mxfp4", "nvfp4"),
+    "fp8": ("fp8",),
+    "bf16": ("plain",),
+}
+
+
+EXPERT_ALGORITHMS: dict[str, WeightKind] = {"NVFP4": "nvfp4", "MXFP4": "mxfp4"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +77,15 @@ def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
     Raises:
         CheckpointError: the configuration is of another size altogether; nothing can be listed.
     """
+    found = verify_names(checkpoint, config)
+    wrong = [*found.wrong, *_wrong_kinds(checkpoint, config)]
+    if not found.missing and not wrong:
+        wrong += _wrong_values(checkpoint, config)
+    return dataclasses.replace(found, wrong=tuple(wrong))
+
+
+def verify_names(checkpoint: Checkpoint, config: ModelConfig) -> Report:
+    """``verify`` of names, shapes and dtypes alone, for which no values need be there."""
     least = least_tensors(config)
     if least > 10 * len(checkpoint) + 10_000:
         raise CheckpointError(
@@ -79,9 +100,6 @@ def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
         for name, info in checkpoint.items()
         if name in expected and not expected[name].fits(info)
     ]
-    wrong += _wrong_kinds(checkpoint, config)
-    if not missing and not wrong:
-        wrong += _wrong_values(checkpoint, config)
     return Report(tuple(missing), tuple(unexpected), tuple(wrong))
 
 
@@ -110,8 +128,8 @@ def _wrong_kinds(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Linear layers stored in a kind that cannot be read there, or that the config denies."""
     wrong = []
     expert_kinds: dict[str, set[WeightKind]] = defaultdict(set)
-    declared = EXPERT_KINDS[config.expert_dtype] if config.expert_dtype else None
-    for prefix, shape in expected_linears(config).items():
+    declared, said = _declared_experts(config)
+    for prefix, shape in _linears(checkpoint, config).items():
         if f"{prefix}.weight" not in checkpoint:
             continue
         kind = weight_kind(checkpoint, prefix)
@@ -120,10 +138,9 @@ def _wrong_kinds(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
             wrong.append(f"{prefix} is stored as {kind}, can read {' or '.join(shape.kinds)}")
         elif kind != "plain" and config.quantization is None:
             wrong.append(f"{prefix} is stored as {kind}, but config has no quantization_config")
-        elif is_expert and declared and kind != declared:
-            wrong.append(
-                f"{prefix} is stored as {kind}, but config says expert_dtype {config.expert_dtype}"
-            )
+        elif is_expert and prefix.startswith("layers.") and declared and kind not in declared:
+            # Drafters are converted, or left as they were, by themselves.
+            wrong.append(f"{prefix} is stored as {kind}, but config says {said}")
         if is_expert:
             expert_kinds[layer].add(kind)
     wrong += [
@@ -132,6 +149,24 @@ def _wrong_kinds(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
         if len(kinds) > 1
     ]
     return wrong
+
+
+def _linears(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, LinearShape]:
+    return expected_linears(config) | quantised_tables(config, checkpoint)
+
+
+def _declared_experts(config: ModelConfig) -> tuple[tuple[WeightKind, ...], str]:
+    """Kinds that the configuration allows for the backbone's experts, or none; and its words.
+
+    Where nothing is quantised, ``expert_dtype`` is what it was before somebody decoded the experts.
+    """
+    if config.quantization is None:
+        return (), ""
+    if (said := config.quantization.experts) is not None:
+        return (EXPERT_ALGORITHMS[said],), f"moe_quant_algo {said}"
+    if config.expert_dtype is None:
+        return (), ""
+    return EXPERT_KINDS[config.expert_dtype], f"expert_dtype {config.expert_dtype}"
 
 
 def _wrong_values(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
@@ -143,10 +178,11 @@ def _wrong_values(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
         f"{name} holds NaN or an infinity"
         for name, expected in expected_plain(config).items()
         if name in checkpoint
+        and checkpoint[name].dtype in (*FLOAT_DTYPES, *INTEGER_DTYPES)
         and math.prod(expected.shape) <= _SMALL
         and not _is_finite(name, checkpoint.tensor(name))
     ]
-    for prefix in expected_linears(config):
+    for prefix in _linears(checkpoint, config):
         kind = weight_kind(checkpoint, prefix)
         name = f"{prefix}.weight_scale_2" if kind == "nvfp4" else f"{prefix}.scale"
         if kind == "plain" or checkpoint[name].dtype != "F32":

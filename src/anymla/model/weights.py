@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.ranks import Ranks
+from anymla.model.config_fields import ConfigError
 
 ReadTensor = Callable[[str], Tensor]
 ReadLinear = Callable[[str], PackedWeight]
@@ -25,6 +26,7 @@ class Weights:
         device: where they are.
         quantize_activations: as the checkpoint asks, and only in reduced precision.
         ranks: the processes that share the network.
+        rank_counts: numbers of ranks that heads and groups can be shared by.
         backend: of the linear layers.
     """
 
@@ -37,6 +39,7 @@ class Weights:
         device: torch.device,
         quantize_activations: bool,
         ranks: Ranks,
+        rank_counts: Sequence[int],
         backend: str | None,
     ) -> None:
         """See the attributes."""
@@ -46,6 +49,7 @@ class Weights:
         self.device = device
         self.quantize_activations = quantize_activations
         self.ranks = ranks
+        self.rank_counts = rank_counts
         self.backend = backend
 
     def linear(
@@ -62,15 +66,17 @@ class Weights:
         """A linear weight, or some of its outputs or inputs; plain ones in the activations' dtype.
 
         Raises:
-            ValueError: the part cuts through values that share a scale.
+            ConfigError: the part cuts through values that share a scale; the message says which
+                numbers of ranks are possible.
         """
         packed = self.read_linear(name)
         if self.ranks.size > 1:
             if rows is not None:
-                packed = packed.rows(rows)
+                packed = self._part(name, packed.rows, rows)
                 if self.device.type != "cpu":  # mapped files may be looked into, memory is let go
                     packed = dataclasses.replace(packed, weight=packed.weight.clone())
-            packed = packed if columns is None else packed.columns(columns)
+            if columns is not None:
+                packed = self._part(name, packed.columns, columns)
         if packed.kind == "plain":
             return PackedWeight("plain", packed.weight.to(self.dtype))
         if packed.kind == "fp8" and self.device.type == "cuda":
@@ -83,24 +89,48 @@ class Weights:
         """A routed expert's weight as stored, or some of its outputs or inputs."""
         packed = self.read_linear(name)
         if rows is not None:
-            packed = packed.rows(rows)
+            packed = self._part(name, packed.rows, rows)
             if self.device.type != "cpu":  # as above
                 scale = None if packed.scale is None else packed.scale.clone()
                 packed = dataclasses.replace(packed, weight=packed.weight.clone(), scale=scale)
-        return packed if columns is None else packed.columns(columns)
+        return packed if columns is None else self._part(name, packed.columns, columns)
+
+    def _part(self, name: str, cut: Callable[[range], PackedWeight], part: range) -> PackedWeight:
+        """This rank's part of a weight, of which all ranks have equal ones."""
+        try:
+            return cut(part)
+        except ValueError as error:
+            size = len(part) * self.ranks.size
+            possible = [str(n) for n in self.rank_counts if _comes_apart(cut, size, n)]
+            raise ConfigError(
+                f"{name}.weight cannot be shared by {self.ranks.size} ranks: {error}; possible "
+                f"are {', '.join(possible)}"
+            ) from None
 
     def as_stored(self, name: str) -> Tensor:
         """A linear weight as a tensor: plain ones as stored, others decoded to float32."""
         packed = self.read_linear(name)
         return packed.weight if packed.kind == "plain" else packed.dense(torch.float32)
 
+    def vocabulary(self, prefix: str) -> Tensor:
+        """The embedding or the head: plain as stored, decoded if it is quantised.
+
+        To the activations' dtype where that is exact, by scales that are powers of two.
+        """
+        stored = self.read(f"{prefix}.weight")
+        if stored.dtype.itemsize > 1:
+            return stored
+        packed = self.read_linear(prefix)
+        exact = packed.scale is not None and packed.scale.dtype == torch.uint8
+        return packed.dense(self.dtype if exact else torch.float32)
+
     def float32(self, name: str) -> Tensor:
         """A small tensor that the mathematics uses in float32."""
         return self.read(name).float()
 
-    def logits_weight(self, name: str, rows: range | None = None) -> Tensor:
+    def logits_weight(self, prefix: str, rows: range | None = None) -> Tensor:
         """As stored where products of 16-bit operands have float32 results, else float32."""
-        stored = self.read(name)
+        stored = self.vocabulary(prefix)
         if rows is not None and len(rows) < len(stored):
             stored = stored[rows.start : rows.stop]
             stored = stored if stored.is_cpu else stored.clone()
@@ -112,3 +142,13 @@ class Weights:
         stored = self.read(name)
         as_stored = self.device.type != "cpu" and stored.dtype == self.dtype
         return stored if as_stored else stored.float()
+
+
+def _comes_apart(cut: Callable[[range], PackedWeight], size: int, count: int) -> bool:
+    """True if a weight of so many rows or columns can be cut into so many equal parts."""
+    try:
+        for rank in range(count):
+            cut(Ranks(rank, count).share(size))
+    except ValueError:
+        return False
+    return True

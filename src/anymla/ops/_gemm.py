@@ -24,6 +24,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.formats.nvfp4 import dequantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import scale_exponent
 from anymla.ops import _host
@@ -120,6 +121,16 @@ def mxfp4_gemm(
         return dequantize_mxfp4(weight[start:stop], scale[start:stop], dtype)
 
     return decoded_gemm(operand, decode, len(weight), x.dtype)
+
+
+def nvfp4_gemm(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """``x @ decoded^T`` of packed e2m1 [N, K/2] with e4m3 scales [N, K/16] and one float32 [1]."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+
+    def decode(start: int, stop: int) -> Tensor:
+        return dequantize_nvfp4(weight[start:stop], scale[start:stop], global_scale, dtype)
+
+    return decoded_gemm(x.to(dtype), decode, len(weight), x.dtype)
 
 
 def decoded_gemm(

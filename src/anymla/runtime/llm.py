@@ -13,6 +13,7 @@ import torch
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import Drafts
 from anymla.model.generation import ChatTemplate, GenerationDefaults
+from anymla.model.hub import local_checkpoint
 from anymla.model.load import activation_dtype, load_model
 from anymla.model.tokenizer import Tokenizer
 from anymla.runtime.devices import named_device
@@ -98,7 +99,9 @@ class LLM:
 
         Args:
             model: a directory with ``config.json``, ``tokenizer.json`` and safetensors, and if
-                wanted ``generation_config.json`` and a chat template.
+                wanted ``generation_config.json`` and a chat template; or a checkpoint's name on
+                the Hugging Face Hub, ``owner/name`` or ``owner/name@revision``, which is taken from
+                its cache or fetched (``anymla[hub]``).
             device: where it runs; None or "auto" for the accelerator if there is one, else the CPU.
             dtype: activations: "bf16" or "fp32", torch's dtypes and their names, or "auto" for what
                 ``config.json`` says, of these two.
@@ -114,12 +117,13 @@ class LLM:
 
         Raises:
             TypeError: an option that there is not; with the name that it has here.
-            ValueError: unusable options, or a directory that is no checkpoint.
+            ValueError: unusable options, a directory that is no checkpoint, or a name that is
+                neither here nor can be fetched.
             NotEnoughMemory: the device has too little for it.
         """
-        directory = model
-        dtype = activation_dtype(dtype, directory)
         place = named_device(device, "device")
+        directory = local_checkpoint(model)
+        dtype = activation_dtype(dtype, directory)
         self.defaults = GenerationDefaults.from_dir(directory)
         self.tokenizer = Tokenizer.from_dir(directory)
         if place.type == "cpu":

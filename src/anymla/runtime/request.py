@@ -207,7 +207,7 @@ def check_request(request: Request, config: ModelConfig) -> None:
             raise ValueError(
                 f"{name}: unknown token id {token}, the vocabulary has {config.vocab_size}"
             )
-        if token == config.image_token_id:
+        if token in config.image_token_ids:
             raise ValueError(
                 f"{name}: token id {token} stands for an image (image_token_id), and images are "
                 "not read"

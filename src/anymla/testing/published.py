@@ -91,6 +91,22 @@ FLASH_0731: dict[str, Any] = (
     }
 )
 
+# V4-Flash-Vision-Exp: 0731 with a vision tower.
+FLASH_VISION: dict[str, Any] = FLASH_0731 | {
+    "num_nextn_predict_layers": 3,
+    "rms_norm_eps": 1e-20,
+    "vision_n_layers": 32,
+    "vision_dim": 1024,
+    "vision_n_heads": 16,
+    "vision_inter_dim": 2816,
+    "vision_patch_size": 14,
+    "vision_rope_theta": 10000.0,
+    "vision_downsample_ratio": 3,
+    "vision_max_n_token": 384,
+    "vision_min_pixels": 147456,
+    "vision_max_wh_ratio": 8,
+}
+
 PRO_0813: dict[str, Any] = (
     PRO
     | _DSPARK

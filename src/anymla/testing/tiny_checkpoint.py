@@ -25,6 +25,7 @@ from anymla.model.schema import (
     expected_linears,
     expected_plain,
     expected_tables,
+    is_float32,
     least_tensors,
 )
 from anymla.ops.memory import require_memory
@@ -117,7 +118,7 @@ def random_tensors(
             tensor = noise.distinct(name, rows, count, config.n_routed_experts)
         else:
             tensor = plain_values(noise, name, expected.shape)
-            tensor = tensor if _is_float32(name) else tensor.bfloat16()
+            tensor = tensor if is_float32(name) else tensor.bfloat16()
         stored[name] = values[name] = tensor
     for name, shape in _beginning(expected_linears(config), prefix):
         weight = linear_values(noise, name, shape.rows, shape.columns)
@@ -142,19 +143,16 @@ def _store(
     options: TinyOptions, prefix: str, shape: LinearShape, weight: Tensor
 ) -> tuple[Stored, Tensor]:
     """Store one linear layer in the kind that the options mean for it."""
-    if options.nvfp4_attention and "nvfp4" in shape.kinds:
+    expert = ".ffn.experts." in prefix
+    if options.nvfp4_attention and ".attn." in prefix and "nvfp4" in shape.kinds:
         return store_nvfp4(prefix, weight)
     if options.weights == "bf16" or "fp8" not in shape.kinds:
         return store_plain(prefix, weight)
-    if options.weights == "fp4" and ".ffn.experts." in prefix:
+    if options.weights == "nvfp4" and expert and prefix.startswith("layers."):
+        return store_nvfp4(prefix, weight, static_input=True)
+    if options.weights in ("fp4", "nvfp4") and expert:
         return store_mxfp4(prefix, weight)
     return store_fp8(prefix, weight, options.scale_format, options.weight_block)
-
-
-def _is_float32(name: str) -> bool:
-    """Whether DeepSeek stores this tensor in float32; the others are bfloat16."""
-    leaf = name.rpartition(".")[2]
-    return leaf in ("attn_sink", "ape", "bias", "bias_vl") or leaf.startswith("hc_")
 
 
 @contextlib.contextmanager

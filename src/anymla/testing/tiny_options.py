@@ -14,7 +14,7 @@ from anymla.model.schema import expected_linears, expected_plain
 from anymla.model.token_map import normalised_tokens
 from anymla.testing.tiny_tokenizer import MIN_VOCAB, tiny_tokenizer
 
-WEIGHTS = ("bf16", "fp8", "fp4")
+WEIGHTS = ("bf16", "fp8", "fp4", "nvfp4")
 SCALE_FORMATS = ("ue8m0", "fp32")
 DRAFTERS = ("mtp", "dspark")
 MARK = "anymla_tiny"
@@ -89,7 +89,8 @@ class TinyOptions:
 
     Attributes:
         weights: "fp4": packed FP4 experts, FP8 for the other linear layers, as DeepSeek ships the
-            model; "fp8": the experts too; "bf16": nothing quantised.
+            model; "nvfp4": the same with the backbone's experts as NVIDIA ships them; "fp8": the
+            experts too; "bf16": nothing quantised.
         ratios: compress ratios of the backbone layers.
         drafter: "mtp": MTP layers behind them; "dspark": a DSpark drafter, whose context is taken
             behind the last layers, at most three.
@@ -177,7 +178,7 @@ class TinyOptions:
                     f"{name} must be at most the longest position, {context}, "
                     f"got {getattr(self, name)}"
                 )
-        if self.weights == "fp4":
+        if self.weights in ("fp4", "nvfp4"):
             self._require_multiples(MXFP4_BLOCK, "FP4 experts", "hidden", "moe_size")
         if self.nvfp4_attention:
             self._require_multiples(NVFP4_BLOCK, "NVFP4", "hidden", "q_lora")
@@ -299,8 +300,20 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
             "quant_method": "modelopt",
             "quant_algo": "MIXED_PRECISION",
         }
+    if options.weights == "nvfp4":
+        experts = [f"layers.{layer}.ffn.experts" for layer in range(len(options.ratios))]
+        config["quantization_config"] |= {
+            "quant_algo": "MIXED_PRECISION",
+            "moe_quant_algo": "NVFP4",
+            "group_size": NVFP4_BLOCK,
+            "kv_cache_quant_algo": None,
+            "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
+            "quantized_layers": {
+                name: {"quant_algo": "NVFP4", "group_size": NVFP4_BLOCK} for name in experts
+            },
+        }
     if options.weights != "bf16":
-        config["expert_dtype"] = options.weights
+        config["expert_dtype"] = "fp8" if options.weights == "fp8" else "fp4"
     if options.sharing is not None:
         config = _shared_config(config, options, options.sharing)
     _check_size(options, ModelConfig.from_dict(config))

@@ -70,8 +70,13 @@ def store_mxfp4(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
     return stored, _exact(dequantize_mxfp4(packed, scales))
 
 
-def store_nvfp4(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
-    """Packed e2m1 with an e4m3 scale for 16 channels and a power-of-two scale for the tensor."""
+def store_nvfp4(
+    prefix: str, values: Tensor, *, static_input: bool = False
+) -> tuple[Stored, Tensor]:
+    """Packed e2m1 with an e4m3 scale for 16 channels and a power-of-two scale for the tensor.
+
+    With ``static_input`` there is a scale of the activations as well, which nothing reads.
+    """
     blocks = values.unflatten(-1, (-1, NVFP4_BLOCK))
     amax = blocks.abs().amax(-1) / E2M1_MAX
     exponent = torch.frexp(amax.amax() / E4M3_MAX).exponent
@@ -84,6 +89,8 @@ def store_nvfp4(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
         f"{prefix}.weight_scale": block_scales.view(torch.float8_e4m3fn),
         f"{prefix}.weight_scale_2": global_scale.reshape(()),
     }
+    if static_input:
+        stored[f"{prefix}.input_scale"] = torch.ones(())
     return stored, _exact(dequantize_nvfp4(packed, block_scales, global_scale))
 
 

@@ -100,6 +100,9 @@ def _pretend_xpu() -> Any:
     return Pretended
 
 
+IMAGES = "force with images"
+
+
 class NoExperts(nn.Module):
     shared_experts = None
 
@@ -140,7 +143,10 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
         store = f"file://{Path(sys.argv[1]).with_suffix('.store')}"
         init_distributed_environment(1, 0, store, 0, "gloo")
         initialize_model_parallel(1, 1)
-        for chosen in ("auto", "auto on two GPUs", *report.PARTS, "force"):
+        # A vision tower first: nothing may have been exchanged for another model yet.
+        for chosen in (IMAGES, "auto", "auto on two GPUs", *report.PARTS, "force"):
+            config.model_config.hf_config.vision_n_layers = 2 if chosen == IMAGES else 0
+            config.model_config.hf_config.vision_max_n_token = 384
             model._PLAN = report.plan(report.this_machine(), chosen.partition(" ")[0])
             several = mock.patch.object(config.parallel_config, "data_parallel_size", 2)
             config.compilation_config.static_forward_context.clear()
@@ -149,6 +155,7 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
                 built = model.AnymlaDeepseekV4(vllm_config=config)
             names = collections.Counter(type(each).__name__ for each in built.modules())
             found[chosen] = {"classes": names, "exchanged": +exchanged}
+            found[chosen]["for all"] = bool(model.exchange.cache_info().currsize)
     return found
 
 

@@ -21,12 +21,12 @@ from vllm.models.deepseek_v4.cpu import cpu_sparse
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
-import anymla.engines.vllm.model  # noqa: F401  has the metadata kernels registered
-from anymla.engines.vllm import attention, prefill
+from anymla.engines.vllm import attention, model, prefill
 from anymla.engines.vllm import step as shared
 from anymla.engines.vllm.metadata import CompressedBuilder, WindowBuilder
 
 LONGEST, MOST_TOKENS = 768, 512
+model.exchange()  # has the metadata kernels registered
 
 
 def config() -> Any:

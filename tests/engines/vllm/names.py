@@ -195,8 +195,9 @@ if __name__ == "__main__":
         "cuda_initialised": torch.cuda.is_initialized(),
     }
     if report.mode() != "off":
-        import anymla.engines.vllm.model  # noqa: F401  registers everything else
+        from anymla.engines.vllm import model
 
+        model.exchange()  # as the first model that is built
         answer |= {
             "missing": missing(wanted_in_source()),
             "canary": missing([("vllm.models.deepseek_v4.attention", "NoSuchAttention")]),

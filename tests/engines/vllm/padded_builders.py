@@ -20,9 +20,10 @@ from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
-import anymla.engines.vllm.model  # noqa: F401  has the metadata kernels registered
+from anymla.engines.vllm import model
 from anymla.engines.vllm.metadata import CompressedBuilder, IndexBuilder, WindowBuilder
 
+model.exchange()  # has the metadata kernels registered
 REAL, LONGEST, BLOCK, PAGE = 5, 512, 256, 64
 POSITIONS = (3, 7, 127, 255, 130)
 STALE = (511, 127, 383)

@@ -30,6 +30,8 @@ THEIRS = {
 }
 
 
+MODEL = "AnymlaDeepseekV4"  # itself, which says why it replaces nothing
+
 # What ``auto`` takes on sm_90 for speed, on one GPU, beside 0.32; beside 0.33 it takes everything.
 FASTER = {"attention", "indexer", "compressor", "mhc", "experts"}
 # What vLLM lacks on other devices, so that it is anymla's whatever is asked for.
@@ -43,8 +45,12 @@ LACKING = {
 def assert_each_part_is_anymlas_where_asked(
     found: dict[str, Any], auto: set[str], lacking: Set[str] = frozenset()
 ) -> None:
+    images = found.pop("force with images")
+    assert not [name for name in images["classes"] if name.startswith("Anymla") and name != MODEL]
+    assert (images["exchanged"], images["for all"]) == ({}, False)
     of_modes = {"auto": auto, "auto on two GPUs": set(), "force": set(COUNTS)}
     for chosen, built in found.items():
+        assert built["for all"]
         asked = of_modes.get(chosen, {chosen}) | lacking
         for part in COUNTS:
             ours, others = (COUNTS, THEIRS) if part in asked else (THEIRS, COUNTS)

@@ -158,7 +158,9 @@ def test_speed_is_no_reason_where_no_whole_model_was_measured(
     parallel = SimpleNamespace(
         world_size_across_dp=gpus, tensor_parallel_size=tensor, enable_expert_parallel=experts
     )
-    config = SimpleNamespace(speculative_config=drafts, parallel_config=parallel)
+    config = SimpleNamespace(
+        speculative_config=drafts, parallel_config=parallel, model_config=text_model()
+    )
     found = report.within(report.plan(cuda(9), "auto"), config)
     kept = {part.name: part for part in found if not part.replaced}
     if not why:
@@ -173,6 +175,28 @@ def test_speed_is_no_reason_where_no_whole_model_was_measured(
         assert report.within(parts, config) == parts
     lacking = report.plan(cuda(8), "auto")
     assert report.within(lacking, config) == lacking
+
+
+def text_model(**fields: int) -> SimpleNamespace:
+    return SimpleNamespace(hf_config=SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize("machine", [cuda(8), cuda(9), Machine("cpu"), Machine("xpu")])
+@pytest.mark.parametrize("chosen", ["auto", "force", "attention,mhc"])
+def test_nothing_is_replaced_beside_a_vision_tower(machine: Machine, chosen: str) -> None:
+    """Whatever is asked for: its windows are not causal over an image."""
+    config = SimpleNamespace(
+        speculative_config=None,
+        parallel_config=SimpleNamespace(world_size_across_dp=1),
+        model_config=text_model(vision_n_layers=32),
+    )
+    parts = report.plan(machine, chosen)
+    found = report.within(parts, config)
+    assert [part.name for part in found] == [part.name for part in parts]
+    assert not any(part.replaced for part in found)
+    assert all("vision tower" in line for line in report.lines(machine, found))
+    config.model_config = text_model(vision_n_layers=0)
+    assert report.within(parts, config) == parts
 
 
 @pytest.mark.parametrize("chosen", ["force", "attention"])

@@ -105,6 +105,7 @@ def seams() -> dict[str, bool]:
         attention_config=types.SimpleNamespace(backend=None),
         speculative_config=None,
         parallel_config=types.SimpleNamespace(world_size_across_dp=1),
+        model_config=types.SimpleNamespace(hf_config=types.SimpleNamespace()),
     )
     for platform, module, chosen in (
         ("cuda", cuda_model, lambda: cuda_model._select_dsv4_attn_cls(config)),

@@ -24,6 +24,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_weight,
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from anymla.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _check, registry
 from anymla.ops.device import TARGETS, XPU, has_triton, numba_problem
@@ -152,8 +153,8 @@ def skip_large(backend: str, weight_format: str, tokens: int) -> None:
 
 
 def skip_plain(backend: str, weight_format: str) -> None:
-    if backend == "numba" and weight_format == "plain":
-        pytest.skip("numba multiplies packed weights")
+    if backend == "numba" and weight_format in ("plain", "nvfp4"):
+        pytest.skip("numba multiplies FP8 and MXFP4 weights")
 
 
 class Bank:
@@ -168,6 +169,8 @@ class Bank:
         inner: int = INNER,
     ) -> None:
         self.weight_format = weight_format
+        self.global_scales: Tensor | None = None
+        wholes: list[Tensor] = []
         self.exact: list[list[Tensor]] = []
         self.given: list[list[Tensor]] = []
         for rows, columns in ((inner, d), (inner, d), (d, inner)):
@@ -180,6 +183,11 @@ class Bank:
                 pairs = [quantize_mxfp4(w) for w in weights]
                 exact = [dequantize_mxfp4(*pair, torch.float64) for pair in pairs]
                 stored, scales = [p[0] for p in pairs], [p[1] for p in pairs]
+            elif weight_format == "nvfp4":
+                triples = [quantize_nvfp4(w) for w in weights]
+                exact = [dequantize_nvfp4(*triple, torch.float64) for triple in triples]
+                stored, scales = [t[0] for t in triples], [t[1] for t in triples]
+                wholes.append(torch.cat([triple[2] for triple in triples]))
             else:
                 pairs = [
                     quantize_fp8_weight(w, weight_format.removeprefix("fp8-")) for w in weights
@@ -189,6 +197,8 @@ class Bank:
             self.exact.append(exact)
             self.given.append(stored)
             self.given.append(scales)
+        if wholes:
+            self.global_scales = torch.stack(wholes, 1)
 
     def arguments(self) -> dict[str, Any]:
         w1, s1, w3, s3, w2, s2 = self.given
@@ -196,6 +206,7 @@ class Bank:
         return {
             "w1": w1, "w3": w3, "w2": w2, "s1": s1, "s3": s3, "s2": s2, "weight_format": kind,
             "swiglu_limit": 2.0,
+            **({} if self.global_scales is None else {"global_scales": self.global_scales}),
         }  # fmt: skip
 
     def expected(self, x: Tensor, ids: Tensor, weights: Tensor, offset: int = 0) -> Tensor:
@@ -218,7 +229,7 @@ def routing(tokens: int, k: int, count: int) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(tokens, k)
 
 
-FORMATS = ["plain", "fp8-ue8m0", "fp8-fp32", "mxfp4"]
+FORMATS = ["plain", "fp8-ue8m0", "fp8-fp32", "mxfp4", "nvfp4"]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40])
@@ -270,7 +281,7 @@ def test_experts_of_one_tensor(backend: str, weight_format: str, contiguous: boo
     assert_identical(got, want)
 
 
-@pytest.mark.parametrize("weight_format", ["plain", "mxfp4"])
+@pytest.mark.parametrize("weight_format", ["plain", "mxfp4", "nvfp4"])
 def test_experts_in_float64_stay_there(weight_format: str) -> None:
     bank, (ids, weights) = Bank(weight_format, 5, torch.float64), routing(7, 2, 5)
     x = torch.randn(7, D, dtype=torch.float64)
@@ -302,7 +313,7 @@ def test_experts_in_bfloat16(backend: str, weight_format: str, tokens: int, quan
     # One rounding to a number of precision eps has a relative rms error below eps / 2 / sqrt(3),
     # which passes through products unchanged. Gate, up, the input of w2 and what is rounded
     # after it add three of them in quadrature: eps / 2, and twice that since the values are few.
-    quantized = quantize and weight_format != "plain"
+    quantized = quantize and weight_format not in ("plain", "nvfp4")
     bound = 2.0**-3 if quantized else ulps(torch.bfloat16, 1)
     error = float((got.double() - exact).norm() / exact.norm())
     print(f"against float64: relative rms error {error:.3g}, allowed {bound:.3g}")
@@ -356,7 +367,9 @@ def test_foreign_ids_are_skipped_with_their_weights(backend: str, tokens: int) -
 
 def moved_to(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: [tensor.to(device) for tensor in value] if isinstance(value, list) else value
+        name: [tensor.to(device) for tensor in value]
+        if isinstance(value, list)
+        else (value.to(device) if isinstance(value, Tensor) else value)
         for name, value in arguments.items()
     }
 
@@ -412,6 +425,7 @@ def test_one_token_is_a_row_of_two(
         ("fp8-fp32", torch.bfloat16, False),
         ("mxfp4", torch.bfloat16, True),
         ("mxfp4", torch.bfloat16, False),
+        ("nvfp4", torch.bfloat16, False),
     ],
 )
 def test_one_token_is_a_row_of_two_in_kernels(
@@ -432,6 +446,7 @@ def test_one_token_is_a_row_of_two_in_kernels(
         ("triton", "fp8-fp32", False),
         ("triton", "mxfp4", True),
         ("triton", "mxfp4", False),
+        ("triton", "nvfp4", False),
         ("gluon_sm90", "mxfp4", True),
     ],
 )
@@ -536,6 +551,8 @@ def with_swap_ab(
     ("weight_format", "dtype", "swap_ab"),
     [
         ("plain", torch.bfloat16, ""),
+        ("nvfp4", torch.bfloat16, ""),
+        ("nvfp4", torch.float16, ""),
         ("mxfp4", torch.float16, ""),
         ("mxfp4", torch.float16, "float16"),
         ("mxfp4", torch.float32, "e4m3"),
@@ -637,7 +654,7 @@ def test_few_and_many_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight_format", FORMATS[1:])
+@pytest.mark.parametrize("weight_format", ["fp8-ue8m0", "fp8-fp32", "mxfp4"])
 def test_experts_decoded_together(
     monkeypatch: pytest.MonkeyPatch, weight_format: str, dtype: torch.dtype, quantize: bool
 ) -> None:
@@ -980,6 +997,8 @@ def test_experts_errors(error: type[Exception], message: str, changes: dict[str,
         ("fp8-ue8m0", "s2", torch.zeros(1, 2, dtype=torch.uint8)),
         ("mxfp4", "s3", torch.zeros(INNER, 4, dtype=torch.uint8)),
         ("mxfp4", "w1", torch.zeros(INNER, D, dtype=torch.uint8)),
+        ("nvfp4", "s3", torch.zeros(INNER, D // 32, dtype=torch.uint8)),
+        ("nvfp4", "w2", torch.zeros(D, INNER, dtype=torch.uint8)),
     ],
 )
 def test_shapes_of_quantised_experts(weight_format: str, name: str, wrong: Tensor) -> None:
@@ -1067,6 +1086,21 @@ def test_a_step_that_skips_checks_does_not_look_at_every_expert(
         got = [experts(**given, quantize_activations=False, backend=backend) for backend in known]
     for each, wanted in zip(got, want, strict=True):
         assert_identical(each, wanted)
+
+
+def test_factors_of_whole_experts_come_with_nvfp4_alone() -> None:
+    ids, weights = routing(2, 2, 3)
+    for weight_format, wrong in (
+        ("nvfp4", {"global_scales": None}),
+        ("nvfp4", {"global_scales": torch.ones(2, 3)}),
+        ("mxfp4", {"global_scales": torch.ones(3, 3)}),
+    ):
+        arguments = Bank(weight_format, 3).arguments() | wrong | {"quantize_activations": False}
+        with pytest.raises(ValueError, match=r"experts: global_scales must be float32 \[E, 3\] "):
+            experts(torch.zeros(2, D), ids, weights, **arguments)
+    arguments = Bank("nvfp4", 3).arguments() | {"global_scales": torch.ones(3, 3).double()}
+    with pytest.raises(TypeError, match="experts: global_scales must be float32"):
+        experts(torch.zeros(2, D), ids, weights, **arguments, quantize_activations=False)
 
 
 def test_router_errors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -38,17 +39,21 @@ _REPLACED = frozenset(part.name for part in _PLAN if part.replaced)
 _REHEARSED = {report.ATTENTION, report.INDEXER, report.COMPRESSOR}
 _LATER = {report.LINEARS: "linears", report.EXPERTS: "experts"}  # of models that are built
 
-if report.MHC in _REPLACED:
-    for _name, _layer in hyper_connection.LAYERS.items():
-        CustomOp.register_oot(_layer, name=_name)
-    for _module in CUDA_MODELS if _MACHINE.platform == "cuda" else ():
-        _globals = vars(importlib.import_module(_module))
-        _globals.update((n, f) for n, f in hyper_connection.FUNCTIONS.items() if n in _globals)
-if report.DRAFT_MODEL in _REPLACED and _MACHINE.platform == "cuda":
-    _drafter: Any = importlib.import_module(DSPARK_MODULE)
-    _drafter._insert_context_kv = drafts.inserting(_drafter._insert_context_kv)
-if report.METADATA_KERNELS in _REPLACED:
-    register_kernels({name: vars(cpu_kernels)[ours] for name, ours in METADATA_KERNELS.items()})
+
+@functools.cache
+def exchange() -> None:
+    """Put anymla's functions where vLLM looks them up by name: for every model of the process."""
+    if report.MHC in _REPLACED:
+        for name, layer in hyper_connection.LAYERS.items():
+            CustomOp.register_oot(layer, name=name)
+        for module in CUDA_MODELS if _MACHINE.platform == "cuda" else ():
+            found = vars(importlib.import_module(module))
+            found.update((n, f) for n, f in hyper_connection.FUNCTIONS.items() if n in found)
+    if report.DRAFT_MODEL in _REPLACED and _MACHINE.platform == "cuda":
+        drafter: Any = importlib.import_module(DSPARK_MODULE)
+        drafter._insert_context_kv = drafts.inserting(drafter._insert_context_kv)
+    if report.METADATA_KERNELS in _REPLACED:
+        register_kernels({name: vars(cpu_kernels)[ours] for name, ours in METADATA_KERNELS.items()})
 
 
 def _replaced(vllm_config: Any) -> frozenset[str]:
@@ -96,6 +101,8 @@ class _WithAnymlaLayers(nn.Module):
         for line in report.lines(_MACHINE, report.within(_PLAN, vllm_config)):
             _LOG.info_once(line, scope="global")
         replaced = _replaced(vllm_config)
+        if not report.has_vision_tower(vllm_config):
+            exchange()
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         for name in (module for part, module in _LATER.items() if part in replaced):
@@ -111,7 +118,9 @@ class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
             from anymla.engines.vllm import warm_up
 
             warm_up.register(self, vllm_config)
-        if report.audited():
+        if report.audited() and report.has_vision_tower(vllm_config):
+            _LOG.warning_once("anymla: a model with a vision tower is not audited", scope="global")
+        elif report.audited():
             from anymla.engines.vllm import audit
 
             self.anymla_audit = audit.start(self)

@@ -246,10 +246,13 @@ def _companions(machine: Machine, attention: Part) -> list[Part]:
 def within(parts: list[Part], vllm_config: Any) -> list[Part]:
     """The parts as one of vLLM's configurations gets them.
 
-    What is replaced for speed alone stays vLLM's where that was not measured with a whole model:
-    with drafts, and on several GPUs but for ``FASTER_ON``. Hyper-connections are the same
-    everywhere, a token at a time.
+    Nothing is replaced beside a vision tower, see ``has_vision_tower``. What is replaced for speed
+    alone stays vLLM's where that was not measured with a whole model: with drafts, and on several
+    GPUs but for ``FASTER_ON``. Hyper-connections are the same everywhere, a token at a time.
     """
+    if has_vision_tower(vllm_config):
+        kept = "a vision tower: tokens of an image see each other, anymla's windows are causal"
+        return [Part(part.name, False, kept) for part in parts]
     parallel = vllm_config.parallel_config
     gpus = parallel.world_size_across_dp
     why = ""
@@ -269,6 +272,14 @@ def within(parts: list[Part], vllm_config: Any) -> list[Part]:
         Part(part.name, False, kept) if part.for_speed and part.name != MHC else part
         for part in parts
     ]
+
+
+def has_vision_tower(vllm_config: Any) -> bool:
+    """True for a DeepSeek-V4 that reads images, whose windows are not causal inside of them.
+
+    Its router has a second bias for their tokens as well. DeepSeek-V4.1's windows are causal.
+    """
+    return bool(getattr(vllm_config.model_config.hf_config, "vision_n_layers", 0))
 
 
 def shared_plan(machine: Machine, chosen: str) -> list[Part]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK, dequantize_fp8_rows, dequantize_fp8_weight
-from anymla.formats.nvfp4 import dequantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _gemm
 from anymla.ops._torch_norm_rope import rope
@@ -65,12 +64,7 @@ def mxfp4_linear(
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """See ``interface.nvfp4_linear``."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-
-    def decode(start: int, stop: int) -> Tensor:
-        return dequantize_nvfp4(weight[start:stop], scale[start:stop], global_scale, dtype)
-
-    return _gemm.decoded_gemm(x.to(dtype), decode, len(weight), x.dtype)
+    return _gemm.nvfp4_gemm(x, weight, scale, global_scale)
 
 
 def grouped_output_projection(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
+from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops._build import Build, Judgement, empty, float32, int32, int64
 from anymla.ops.device import Target
@@ -54,6 +55,7 @@ _OTHER_FORMATS = (
     (ExpertFormats(_FP16, "fp8", _U8, False), _FP32),
     (ExpertFormats(_FP32, "fp8", _U8, False), _U8),
     *((ExpertFormats(x, "plain", x, False), _U8) for x in (_BF16, _FP16, _FP32)),
+    *((ExpertFormats(x, "nvfp4", _U8, False), _U8) for x in (_BF16, _FP16, _FP32)),
 )
 _ODD_FORMATS = (
     _V4,
@@ -182,9 +184,10 @@ def _experts(
         late: which another stream is still making.
     """
     tokens, d, inner = shape.tokens, shape.d, shape.inner
-    packed = 2 if formats.weight == "mxfp4" else 1
     block = formats.quant_block
-    rows, columns = (1, MXFP4_BLOCK) if formats.weight == "mxfp4" else (block, block)
+    of_rows = {"mxfp4": MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK}
+    packed = 2 if formats.weight in of_rows else 1
+    rows, columns = (1, of_rows[formats.weight]) if packed == 2 else (block, block)
 
     def each(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
         made = empty((shape.experts + 1, n, k), dtype=dtype).unbind()
@@ -196,7 +199,9 @@ def _experts(
     if formats.weight != "plain":
         factors = [each(-(-n // rows), -(-k // columns), scales) for n, k in sizes]
     pairs = (tokens, shape.experts_per_token)
-    named: dict[str, Any] = {} if block == FP8_BLOCK else {"quant_block": block}
+    more: dict[str, Any] = {} if block == FP8_BLOCK else {"quant_block": block}
+    if formats.weight == "nvfp4":
+        more["global_scales"] = float32((shape.experts, 3))
     wait: Any = deferred_stream_wait(_nothing) if late else contextlib.nullcontext()
     with wait:
         experts(
@@ -205,7 +210,7 @@ def _experts(
             weight_format=formats.weight, swiglu_limit=10.0,
             quantize_activations=formats.quantized, backend=backend,
             shared=empty((tokens, d), dtype=formats.x) if shared else None,
-            **named,
+            **more,
         )  # fmt: skip
 
 

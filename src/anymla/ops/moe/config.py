@@ -230,6 +230,8 @@ def numba_support(
         return Support(False, f"CPU tensors, got {x.device.type}")
     if x.dtype == torch.float64:
         return Support(False, "computes in float32, but x is float64")
+    if weight_format == "nvfp4":
+        return Support(False, "experts with scales of powers of two or in float32, got nvfp4")
     if not len(w1):
         return Support(False, "at least one expert")
     if weight_format == "plain":
@@ -313,6 +315,7 @@ def gluon_support(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> Support:
     """``supports`` of ``experts``; nothing is launched."""
     support = _hopper_support(x, ids, w1, weight_format, quantize_activations)
@@ -345,6 +348,7 @@ def w4a8_support(
     quantize_activations: bool,
     expert_offset: int = 0,
     shared: Tensor | None = None,
+    global_scales: Tensor | None = None,
 ) -> Support:
     """``supports`` of ``experts``, by the FP8 instruction; nothing is launched."""
     support = _hopper_support(x, ids, w1, weight_format, quantize_activations)

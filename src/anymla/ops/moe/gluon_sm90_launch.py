@@ -38,6 +38,7 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.experts``."""
     matrices = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2)]

@@ -54,6 +54,7 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.experts``."""
     projections = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2, s1, s3, s2)]

@@ -224,12 +224,13 @@ class ExpertInputs:
         s1: scales of w1.
         s3: scales of w3.
         s2: scales of w2.
-        weight_format: "plain", "fp8" or "mxfp4".
+        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
         swiglu_limit: of SwiGLU.
         quantized: activations are quantised.
         expert_offset: id of the first expert.
         shape: the call's.
         quant_block: see ``ExpertFormats``.
+        global_scales: contiguous [E, 3] with "nvfp4", else None.
     """
 
     x: Tensor
@@ -247,6 +248,7 @@ class ExpertInputs:
     expert_offset: int
     shape: ExpertsShape
     quant_block: int
+    global_scales: Tensor | None = None
 
     @property
     def formats(self) -> ExpertFormats:

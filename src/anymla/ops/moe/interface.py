@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.formats.mxfp4 import MXFP4_BLOCK
+from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.ops._check import check_list
 from anymla.ops._quantized import QUANT_BLOCKS, check_codes, in_blocks_of, in_blocks_of_128
 from anymla.ops.device import Support, float32_support, has_numba
@@ -30,7 +32,7 @@ from anymla.ops.registry import (
     wide_dtype,
 )
 
-_FORMATS = ("plain", "fp8", "mxfp4")
+_FORMATS = ("plain", "fp8", "mxfp4", "nvfp4")
 
 
 def _routed(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -172,6 +174,7 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Run each token through its experts and add up.
@@ -196,21 +199,23 @@ def experts(
             are skipped, whatever their weight.
         weights: [T, K] float32 or float64.
         w1: E gate projections of one dtype: [I, D] float ("plain"), uint8 e4m3 codes [I, D]
-            ("fp8"), or uint8 packed e2m1 [I, D/2] ("mxfp4").
+            ("fp8"), or uint8 packed e2m1 [I, D/2] ("mxfp4" and "nvfp4").
         w3: E up projections like w1.
         w2: E down projections [D, I], likewise.
         s1: scales of w1: [] ("plain"), uint8 or float32 [ceil(I/b), ceil(D/b)] with b =
-            quant_block ("fp8"), or uint8 [I, D/32] ("mxfp4").
+            quant_block ("fp8"), uint8 [I, D/32] ("mxfp4"), or uint8 e4m3 codes [I, D/16] ("nvfp4").
         s3: scales of w3, likewise.
         s2: scales of w2, likewise.
-        weight_format: "plain", "fp8" or "mxfp4".
+        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
         swiglu_limit: positive, see ``swiglu``.
         quantize_activations: with "fp8" and "mxfp4", quantise the inputs of w1, w3 and w2 to e4m3
-            in blocks of channels; no effect on "plain".
+            in blocks of channels; no effect on the others.
         expert_offset: global id of the first expert in the lists (expert parallelism).
         shared: [T, D] of x's dtype, the shared expert's output, or None.
         quant_block: rows and columns of an FP8 weight, and channels of activations, that share a
             scale: 128 in DeepSeek-V4, 32 in V4.1.
+        global_scales: float32 [E, 3] with "nvfp4", factors of each expert's w1, w3 and w2; else
+            None.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
@@ -232,6 +237,11 @@ def experts(
         weights=(weights, "T K", FLOAT32_UP),
         shared=(shared, "T D", x.dtype),
     )
+    given_scales = None if global_scales is None else list(global_scales.shape)
+    wanted_scales = [len(w1), 3] if weight_format == "nvfp4" else None
+    wanted = 'float32 [E, 3] with "nvfp4", else None'
+    require(given_scales == wanted_scales, name, "global_scales", wanted, given_scales)
+    check(name, global_scales=(global_scales, "_ 3", torch.float32))
     scale_count = 0 if weight_format == "plain" else len(w1)
     for argument, given, count in (
         ("w3", w3, len(w1)),
@@ -244,7 +254,7 @@ def experts(
             require(False, name, argument, f"a list of {count} tensors", len(given))
     if not len(w1):
         return  # type: ignore[return-value]
-    pack = 2 if weight_format == "mxfp4" else 1
+    pack = 2 if weight_format in ("mxfp4", "nvfp4") else 1
     first = w1[0]
     inner = first.shape[0] if isinstance(first, Tensor) and first.ndim else 0
     d = sizes["D"]
@@ -257,8 +267,9 @@ def experts(
         check_list(name, "s1", s1, "A B", (torch.uint8, torch.float32), dims)
         check_list(name, "s3", s3, "A B", s1[0].dtype, dims)
         check_list(name, "s2", s2, "B A", s1[0].dtype, dims)
-    elif weight_format == "mxfp4":
-        dims |= {"X": d // 32, "Y": inner // 32}
+    elif weight_format != "plain":
+        block = MXFP4_BLOCK if weight_format == "mxfp4" else NVFP4_BLOCK
+        dims |= {"X": d // block, "Y": inner // block}
         for argument, scales, spec in (("s1", s1, "I X"), ("s3", s3, "I X"), ("s2", s2, "D Y")):
             check_list(name, argument, scales, spec, torch.uint8, dims)
 

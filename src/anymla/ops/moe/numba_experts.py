@@ -54,6 +54,7 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """See interface.experts."""
     flush_stream_wait()

@@ -12,6 +12,7 @@ from anymla.formats.fp8_block import (
     quantize_fp8_rows,
 )
 from anymla.formats.mxfp4 import dequantize_mxfp4
+from anymla.formats.nvfp4 import dequantize_nvfp4
 from anymla.ops._check import wide_dtype
 from anymla.ops._quantized import fill_codes
 from anymla.ops.streams import flush_stream_wait
@@ -94,14 +95,15 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """See interface.experts."""
     flush_stream_wait()
     dtype = wide_dtype(x.dtype)
-    quantized = quantize_activations and weight_format != "plain"
+    quantized = quantize_activations and weight_format in ("fp8", "mxfp4")
 
     def product(
-        rows: Tensor, matrices: list[Tensor] | Tensor, scales: list[Tensor] | Tensor, e: int
+        rows: Tensor, matrices: list[Tensor] | Tensor, scales: list[Tensor] | Tensor, e: int, n: int
     ) -> Tensor:
         given = rows.to(x.dtype)
         if quantized:
@@ -110,6 +112,8 @@ def experts(
             matrix = dequantize_fp8_weight(matrices[e], scales[e], dtype, quant_block)
         elif weight_format == "mxfp4":
             matrix = dequantize_mxfp4(matrices[e], scales[e], dtype)
+        elif global_scales is not None:
+            matrix = dequantize_nvfp4(matrices[e], scales[e], global_scales[e, n], dtype)
         else:
             matrix = matrices[e].to(dtype)
         return (given.to(dtype) @ matrix.T).to(x.dtype).to(dtype)
@@ -118,9 +122,9 @@ def experts(
     for e in range(len(w1)):
         for column in range(ids.shape[1]):
             rows = (ids[:, column] == e + expert_offset).nonzero()[:, 0]
-            gate, up = product(x[rows], w1, s1, e), product(x[rows], w3, s3, e)
+            gate, up = product(x[rows], w1, s1, e, 0), product(x[rows], w3, s3, e, 1)
             inner = weights[rows, column, None] * swiglu(gate, up, swiglu_limit)
-            total[rows] = total[rows] + product(inner, w2, s2, e)
+            total[rows] = total[rows] + product(inner, w2, s2, e, 2)
     if shared is not None:
         total = total + shared
     return total.to(x.dtype)

@@ -45,7 +45,7 @@ class ExpertFormats:
 
     Attributes:
         x: dtype of the activations.
-        weight: "plain", "fp8" or "mxfp4".
+        weight: "plain", "fp8", "mxfp4" or "nvfp4".
         stored: dtype of the weights' tensors.
         quantized: activations are quantised.
         weight_alignment: bytes that the addresses of all weights are multiples of, at most 16.

@@ -17,6 +17,7 @@ from anymla.ops._gemm import (
     gemv_each,
     is_host_row,
     mxfp4_gemm,
+    nvfp4_gemm,
     rounded_to_fp8,
 )
 from anymla.ops._quantized import fill_codes
@@ -66,6 +67,7 @@ class ExpertMlps:
     limit: float
     quantized: bool
     block: int
+    global_scales: Tensor | None = None
 
     def operand(self, rows: Tensor) -> Tensor:
         """Rows as the GEMMs take them. Quantised once here: w1 and w3 share their input."""
@@ -73,15 +75,15 @@ class ExpertMlps:
 
     def gate(self, rows: Tensor, e: int) -> Tensor:
         """Rows through w1 of expert e."""
-        return self._product(rows, self.w1, self.s1, e)
+        return self._product(rows, self.w1, self.s1, e, 0)
 
     def up(self, rows: Tensor, e: int) -> Tensor:
         """Rows through w3 of expert e."""
-        return self._product(rows, self.w3, self.s3, e)
+        return self._product(rows, self.w3, self.s3, e, 1)
 
     def down(self, rows: Tensor, e: int) -> Tensor:
         """Rows through w2 of expert e."""
-        return self._product(rows, self.w2, self.s2, e)
+        return self._product(rows, self.w2, self.s2, e, 2)
 
     def gates_and_ups(self, parts: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
         """Gates and ups [n, I] of parts, each rows and their expert."""
@@ -97,9 +99,16 @@ class ExpertMlps:
         return self.operand(_swiglu(gate, up, self.limit).mul_(weights.unsqueeze(1)).to(dtype))
 
     def _product(
-        self, rows: Tensor, matrices: list[Tensor] | Tensor, scales: list[Tensor] | Tensor, e: int
+        self,
+        rows: Tensor,
+        matrices: list[Tensor] | Tensor,
+        scales: list[Tensor] | Tensor,
+        e: int,
+        number: int,
     ) -> Tensor:
         matrix = matrices[e]
+        if self.global_scales is not None:
+            return nvfp4_gemm(rows, matrix, scales[e], self.global_scales[e, number].view(1))
         if self.weight_format == "fp8":
             return fp8_gemm(rows, matrix, scales[e], block=self.block)
         if self.weight_format == "mxfp4":
@@ -111,6 +120,8 @@ class ExpertMlps:
 
     def fits_batched(self, rows: Tensor, count: int) -> bool:
         """Whether ``count`` experts are few enough values to multiply a row as one batch."""
+        if self.global_scales is not None:
+            return False
         inner, d = self.w1[0].shape[0], rows.shape[1]
         if self.weight_format == "plain":
             return 2 * count * inner * d <= _COPIED_ELEMENTS
@@ -168,11 +179,14 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """See interface.experts."""
     flush_stream_wait()
-    quantized = quantize_activations and weight_format != "plain"
-    mlps = ExpertMlps(w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized, quant_block)
+    quantized = quantize_activations and weight_format in ("fp8", "mxfp4")
+    mlps = ExpertMlps(
+        w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized, quant_block, global_scales
+    )
     if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_host_row(x):
         total_of = _total_of_row
     else:

@@ -68,6 +68,7 @@ def gate_up_kernel(
     s3,
     s3_stride,
     s3_table,
+    factors,
     inner,
     count,
     offset,
@@ -136,6 +137,9 @@ def gate_up_kernel(
                 WeightRows(w3, s3, channel, exists), 0, width, width,
                 FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE, QUANT,
             )  # fmt: skip
+            if FORMAT == "nvfp4":
+                gate *= tl.load(factors + 3 * expert)
+                up *= tl.load(factors + 3 * expert + 1)
         dtype = inner.dtype.element_ty
         value = clamped_swiglu(widen(gate.to(dtype)), widen(up.to(dtype)), limit)
         weight = tl.load(weights + pair, inside, other=0.0)
@@ -163,6 +167,7 @@ def down_kernel(
     s2,
     s2_stride,
     s2_table,
+    factors,
     out,
     count,
     offset,
@@ -215,6 +220,8 @@ def down_kernel(
                 WeightRows(w2, s2, channel, exists), 0, width, width,
                 FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE, QUANT,
             )  # fmt: skip
+            if FORMAT == "nvfp4":
+                value *= tl.load(factors + 3 * expert + 2)
             at = (pair * n)[:, None] + channel[None, :]
             tl.store(out + at, value.to(out.dtype.element_ty), inside[:, None] & exists[None, :])
 
@@ -238,11 +245,11 @@ def grouped_gemm(inputs: ExpertInputs, results: Tensor, config: GemmConfig) -> N
     inner = scratch((shape.pairs, shape.inner), inputs.x.dtype, device)
     gate_up(
         *_operands(inputs.x, inputs, config), ids, inputs.weights, sorted_pairs, blocks,
-        *inputs.gate_up_pointers, inner,
+        *inputs.gate_up_pointers, inputs.global_scales, inner,
     )  # fmt: skip
     down(
         *_operands(inner, inputs, config), ids, sorted_pairs, blocks, *inputs.down_pointers,
-        results,
+        inputs.global_scales, results,
     )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ def experts(
     expert_offset: int = 0,
     shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """See ``interface.experts``."""
     projections = [ExpertTensors(each) for each in (w1, w3, w2, s1, s3, s2)]
@@ -86,6 +87,7 @@ def experts(
         _multiply, x, ids, weights, projections, weight_format=weight_format,
         swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
         expert_offset=expert_offset, shared=shared, quant_block=quant_block,
+        global_scales=global_scales,
     )  # fmt: skip
 
 
@@ -107,6 +109,7 @@ def run_experts(
     expert_offset: int,
     shared: Tensor | None,
     quant_block: int = FP8_BLOCK,
+    global_scales: Tensor | None = None,
 ) -> Tensor:
     """``interface.experts`` with ``multiply`` for what every pair's expert makes of its token.
 
@@ -122,6 +125,7 @@ def run_experts(
         expert_offset: likewise.
         shared: likewise.
         quant_block: likewise.
+        global_scales: likewise.
     """
     (tokens, d), k = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
@@ -137,10 +141,11 @@ def run_experts(
         *projections,
         weight_format,
         swiglu_limit,
-        quantize_activations and weight_format != "plain",
+        quantize_activations and weight_format in ("fp8", "mxfp4"),
         expert_offset,
         ExpertsShape(tokens, k, w1.count, inner, d),
         quant_block,
+        None if global_scales is None else global_scales.contiguous(),
     )
     results = scratch((tokens * k, d), x.dtype, x.device)
     if k and w1.count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -145,7 +146,7 @@ class OracleConfig:
             experts_per_token=raw["num_experts_per_tok"],
             hash_layers=0 if sharing else _hash_layers(raw),
             routed_scaling=raw["routed_scaling_factor"],
-            swiglu_limit=raw["swiglu_limit"],
+            swiglu_limit=raw["swiglu_limit"] or math.inf,
             norm_eps=raw["rms_norm_eps"],
             weight_block=tuple(quantization.get("weight_block_size") or (128, 128)),
             dynamic_activations=quantization.get("activation_scheme") == "dynamic",
@@ -217,15 +218,12 @@ def _hash_layers(raw: dict[str, Any]) -> int:
 def _rope_sections(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope parameters of uncompressed and of compressed layers.
 
-    A flat section holds the YaRN numbers of the compressed layers; its base, if it has one, is the
-    uncompressed layers'.
+    A flat section holds the YaRN numbers of the compressed layers; a base in it is nobody's.
     """
-    section = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    section = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if "main" in section:
         return section["main"], section["compress"]
-    yarn = {key: value for key, value in section.items() if key != "rope_theta"}
-    main = {key: value for key, value in section.items() if key == "rope_theta"}
-    return main, yarn
+    return {}, {key: value for key, value in section.items() if key != "rope_theta"}
 
 
 def _yarn(section: dict[str, Any]) -> Yarn | None:

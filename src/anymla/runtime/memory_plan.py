@@ -1,0 +1,94 @@
+"""Which texts fit beside a model's weights: reckoned from sizes, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from anymla.model.checkpoint import TensorInfo
+from anymla.model.config import ModelConfig
+from anymla.model.rank_sizes import rank_bytes
+from anymla.runtime.cache_size import cache_sizes
+
+# What is left for activations, workspaces, graphs and the driver.
+_KEPT_FREE = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What a device of a given memory holds beside its weights.
+
+    Attributes:
+        free_bytes: left for caches, a tenth of the memory being kept free; may be negative.
+        longest: most tokens of a single text, at most the model's; 0 if none fits.
+        texts: by context length, texts of that length that fit at once.
+    """
+
+    free_bytes: int
+    longest: int
+    texts: dict[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """One way to share a model.
+
+    Attributes:
+        weight_bytes: on the rank that has most.
+        fit: with the memory of a device, if that is known.
+    """
+
+    weight_bytes: int
+    fit: Fit | None
+
+
+def memory_plan(
+    tensors: Mapping[str, TensorInfo],
+    config: ModelConfig,
+    kv_cache: str,
+    contexts: Sequence[int],
+    rank_counts: Sequence[int],
+    memory: int | None,
+) -> dict[int, RankPlan]:
+    """By number of ranks, what each keeps, and what fits beside it.
+
+    Caches are whole on every rank: all heads share their rows.
+
+    Args:
+        tensors: of the checkpoint, those that are read.
+        config: of what is there.
+        kv_cache: a key of ``CACHE_FORMATS``.
+        contexts: lengths of texts.
+        rank_counts: numbers of ranks.
+        memory: bytes of a device, or None.
+    """
+    plans = {}
+    for ranks in rank_counts:
+        weights = rank_bytes(tensors, config, ranks)
+        fit = None
+        if memory is not None:
+            free = int(memory * (1 - _KEPT_FREE)) - weights
+            fit = _fit(config, kv_cache, contexts, free)
+        plans[ranks] = RankPlan(weights, fit)
+    return plans
+
+
+def _fit(config: ModelConfig, kv_cache: str, contexts: Sequence[int], free: int) -> Fit:
+    texts = {
+        length: max(0, free) // held
+        for length, held in _held(config, kv_cache, list(contexts)).items()
+    }
+    low, high = 0, config.max_position_embeddings
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _held(config, kv_cache, [middle])[middle] <= free:
+            low = middle
+        else:
+            high = middle - 1
+    return Fit(free, low, texts)
+
+
+def _held(config: ModelConfig, kv_cache: str, contexts: list[int]) -> dict[int, int]:
+    """Bytes of all caches of one text, by its length."""
+    sizes = cache_sizes(config, kv_cache, contexts)
+    return {length: sum(size.held_bytes[length] for size in sizes) for length in contexts}
