@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from anymla.child_process import python_command
 from anymla.formats.files import naming
 
 # Of a conformance case: a kernel's first compilation is part of it.
@@ -55,7 +55,7 @@ def write_report(file: Path, steps: Sequence[Sequence[str]]) -> bool:
             click.echo(f"anymla {' '.join(words)}")
             with (folder / f"{number}-{words[0]}.log").open("wb") as log:
                 done = subprocess.run(
-                    [sys.executable, "-m", "anymla", *words],
+                    python_command("-m", "anymla", *words),
                     cwd=folder,
                     stdout=log,
                     stderr=subprocess.STDOUT,
