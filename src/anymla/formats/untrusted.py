@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from anymla.formats.foreign_files import kind_of
 
 # safetensors' own bound for a header, the largest JSON there is in a checkpoint.
 MOST_BYTES = 100_000_000
@@ -72,23 +76,62 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
         Refused: as ``parse_object``, or a longer file.
         OSError: it cannot be read.
     """
-    return parse_object(read_bytes(path, most))
+    held = read_bytes(path, most)
+    try:
+        return parse_object(held)
+    except Refused:
+        if (kind := kind_of(held)) is not None:
+            raise Refused(kind) from None
+        raise
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """A file's bytes; never more than ``most`` of them reach memory.
 
     Raises:
-        Refused: a longer file.
+        Refused: a longer file, or no file but a pipe, a socket, a device or a directory.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         held = file.read(most + 1)
     if len(held) > most:
         raise Refused(f"longer than {most} bytes")
     return held
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a file to read its bytes; never waits, as for a pipe's writer.
+
+    Raises:
+        Refused: it is a pipe, a socket, a device or a directory.
+        OSError: it cannot be opened.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise Refused(f"not a file, but {special_kind(mode)}")
+    # It may have become a pipe by now.
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
+    return os.fdopen(descriptor, "rb")
+
+
+def special_kind(mode: int) -> str:
+    """The kind of a directory entry that is no file, with its article.
+
+    Args:
+        mode: ``st_mode`` of it.
+    """
+    return next((kind for test, kind in _SPECIAL if test(mode)), "something else")
+
+
+_SPECIAL = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 _KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a flag"}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from anymla.formats.foreign_files import why_no_checkpoint
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.records import SplitFp8Layout
 from anymla.formats.untrusted import Refused, read_object
@@ -177,11 +178,14 @@ class ModelConfig:
         """
         path = Path(directory) / "config.json"
         if not Path(directory).is_dir():
-            raise ConfigError(f"{directory}: no such directory")
+            raise ConfigError(f"{directory}: no such directory{why_no_checkpoint(Path(directory))}")
         try:
             return cls.from_dict(read_object(path, _MOST_BYTES), drafts=drafts)
         except FileNotFoundError:
-            raise ConfigError(f"{directory}: not a checkpoint, it has no config.json") from None
+            why = why_no_checkpoint(Path(directory))
+            raise ConfigError(
+                f"{directory}: not a checkpoint, it has no config.json{why}"
+            ) from None
         except (OSError, Refused) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from None
 

@@ -35,7 +35,7 @@ def token_map(directory: str | Path, config: ModelConfig) -> Tensor:
     """
     assert config.engram is not None
     path = Path(directory) / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise TokenizerError(f"{directory}: has no tokenizer.json, which Engram's hashes need")
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
