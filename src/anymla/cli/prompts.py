@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from anymla.cli.bad_input import BadInput
-from anymla.cli.files import read_text
+from anymla.cli.files import read_text_lines
 from anymla.formats.untrusted import parse_object
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class RequestReader:
         """
         request = Request(
             request_id=name,
-            token_ids=tuple(self.tokenizer.encode(text)) if text else (),
+            token_ids=self._encoded(text),
             max_new_tokens=self.defaults.max_new_tokens,
             sampling=self.defaults.sampling,
             stop_ids=self.defaults.stop_ids,
@@ -79,9 +79,7 @@ class RequestReader:
             BadInput: an unusable line, by number; no line at all; a file that cannot be read.
         """
         requests: dict[str, Request] = {}
-        for number, line in enumerate(read_text(path).split("\n"), start=1):
-            if not line.strip():
-                continue
+        for number, line in read_text_lines(path):
             try:
                 request = self._from_line(str(number), line)
                 if request.request_id in requests:
@@ -127,7 +125,11 @@ class RequestReader:
         text = fields["prompt"]
         if not isinstance(text, str):
             raise ValueError(f'"prompt" must be a string, got {text!r}')
-        return tuple(self.tokenizer.encode(text)) if text else ()
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        most = self.config.max_position_embeddings
+        return tuple(self.tokenizer.encode(text, most=most)) if text else ()
 
 
 def as_token_ids(value: Any) -> tuple[int, ...]:

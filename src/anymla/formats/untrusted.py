@@ -18,6 +18,7 @@ MOST_BYTES = 100_000_000
 MOST_DEPTH = 64
 _MOST_INTEGER = 2**64
 _MOST_DIGITS = 20
+_MOST_WIDE_DIGITS = 100
 
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -26,11 +27,12 @@ class Refused(ValueError):
     """Input that is not what is read here; one line that does not name the file."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, wide: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:
         text: as text, or as its bytes in UTF-8.
+        wide: take integers of up to 100 digits, not of up to 64 bits.
 
     Raises:
         Refused: no JSON; nested more than ``MOST_DEPTH`` deep; a number that is not finite or an
@@ -39,7 +41,10 @@ def parse_json(text: str | bytes) -> Any:
     try:
         text = text.decode() if isinstance(text, bytes) else text
         value = json.loads(
-            text, parse_constant=_refused, parse_float=_finite, parse_int=_integer_of_64_bits
+            text,
+            parse_constant=_refused,
+            parse_float=_finite,
+            parse_int=_wide_integer if wide else _integer_of_64_bits,
         )
     except UnicodeDecodeError as error:
         raise Refused(f"not UTF-8: {error.reason} at byte {error.start}") from None
@@ -53,24 +58,25 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes, *, wide: bool = False) -> dict[str, Any]:
     """The JSON object in a text.
 
     Raises:
         Refused: as ``parse_json``, or another value than an object.
     """
-    value = parse_json(text)
+    value = parse_json(text, wide=wide)
     if not isinstance(value, dict):
         raise Refused(f"not a JSON object, but {_KINDS.get(type(value), 'null')}")
     return value
 
 
-def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+def read_object(path: Path, most: int = MOST_BYTES, *, wide: bool = False) -> dict[str, Any]:
     """The JSON object in a file.
 
     Args:
         path: the file.
         most: bytes that it may have.
+        wide: as for ``parse_json``.
 
     Raises:
         Refused: as ``parse_object``, or a longer file.
@@ -78,7 +84,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """
     held = read_bytes(path, most)
     try:
-        return parse_object(held)
+        return parse_object(held, wide=wide)
     except Refused:
         if (kind := kind_of(held)) is not None:
             raise Refused(kind) from None
@@ -152,6 +158,10 @@ def _integer_of_64_bits(digits: str) -> int:
         return number
     shown = digits if len(digits) <= _MOST_DIGITS else f"{digits[:_MOST_DIGITS]}..."
     raise Refused(f"the integer {shown} does not fit in 64 bits")
+
+
+def _wide_integer(digits: str) -> int:
+    return int(digits) if len(digits) <= _MOST_WIDE_DIGITS else _integer_of_64_bits(digits)
 
 
 def _check_depth(value: Any) -> None:

@@ -224,7 +224,8 @@ class LLM:
         """Token ids of a dialogue up to where the next answer begins; see ``chat``."""
         if self._template is None:
             self._template = ChatTemplate.from_dir(self._directory)
-        return self.tokenizer.encode(self._template.render(messages), leading=False)
+        text = self._template.render(messages)
+        return self.tokenizer.encode(text, leading=False, most=self.config.max_position_embeddings)
 
     def _asked(
         self,
@@ -258,7 +259,8 @@ class LLM:
 
     def _request(self, name: str, prompt: Prompt, asked: _Asked) -> Request:
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt) if prompt else ()
+            most = self.config.max_position_embeddings
+            prompt = self.tokenizer.encode(prompt, most=most) if prompt else ()
         return Request(
             name,
             tuple(prompt),
