@@ -273,7 +273,7 @@ def test_a_prompt_that_no_context_holds(tiny, tmp_path, monkeypatch):
     path = tmp_path / "sparse.txt"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    _fails(_generate(tiny, "--prompt-file", path), "sparse.txt: larger than 1073741824 bytes")
+    _fails(_generate(tiny, "--prompt-file", path), "sparse.txt: larger than 33554432 bytes")
     monkeypatch.setattr("anymla.cli.files.MAX_TEXT_BYTES", 1 << 21)
     _fails(_generate(tiny, "--prompt-file", "/dev/zero"), "/dev/zero: larger than 2097152 bytes")
 

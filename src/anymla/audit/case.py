@@ -14,9 +14,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from anymla.formats.files import naming
-from anymla.formats.untrusted import Refused, parse_object
+from anymla.formats.untrusted import Refused, parse_object, read_bytes
 
 _FORMAT, _VERSION = "anymla-audit-case", "1"
+_MOST_BYTES = 1 << 30
 
 
 class CaseError(ValueError):
@@ -141,6 +142,6 @@ def load_case(path: str | Path) -> tuple[Case, dict[str, Any]]:
         OSError: it cannot be read.
     """
     try:
-        return from_bytes(Path(path).read_bytes())
-    except CaseError as error:
+        return from_bytes(read_bytes(Path(path), _MOST_BYTES))
+    except (CaseError, Refused) as error:
         raise CaseError(f"{path}: {error}") from error
