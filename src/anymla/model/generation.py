@@ -1,21 +1,16 @@
-"""What a checkpoint says of generating text: ``generation_config.json``, and a chat template."""
+"""What a checkpoint says of generating text: ``generation_config.json``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anymla.formats.untrusted import Refused, read_object
+from anymla.model.chat_template import ChatTemplate
 from anymla.model.config_fields import ConfigError, Fields
 
+__all__ = ["ChatTemplate", "GenerationDefaults"]
 _FILE = "generation_config.json"
-_TEMPLATE_FILE = "chat_template.jinja"
-_LARGEST_TEMPLATE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,71 +70,3 @@ def _share(fields: Fields, name: str, default: float = 0.0) -> float:
     if not fields.has(name):
         return default
     return 0.0 if fields.values[name] == 0 else fields.number(name)
-
-
-class ChatTemplate:
-    """Writes a dialogue as the text that a checkpoint was trained on.
-
-    Templates are programs of strangers: they run in jinja's sandbox, see the messages and the
-    names of special tokens, and nothing else.
-    """
-
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals = {"raise_exception": _refuse}
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template cannot be read: {error}") from None
-        self._tokens = dict(tokens)
-
-    @classmethod
-    def from_dir(cls, directory: str | Path) -> ChatTemplate:
-        """Read ``chat_template.jinja``, or ``chat_template`` of ``tokenizer_config.json``.
-
-        Raises:
-            ConfigError: there is none, or it cannot be read.
-        """
-        path = Path(directory) / "tokenizer_config.json"
-        try:
-            config = read_object(path)
-        except FileNotFoundError:
-            config = {}
-        except (OSError, Refused) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from None
-        source = config.get("chat_template")
-        file = Path(directory) / _TEMPLATE_FILE
-        if file.is_file():
-            source = file.read_text(encoding="utf-8")
-        if not isinstance(source, str) or len(source) > _LARGEST_TEMPLATE:
-            raise ConfigError(f"{directory}: has no chat template")
-        return cls(source, {name: _text(config.get(name)) for name in ("bos_token", "eos_token")})
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a dialogue, up to where the next answer begins.
-
-        Args:
-            messages: each with "role" and "content".
-
-        Raises:
-            ConfigError: the template refuses them.
-        """
-        for message in messages:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise ValueError(f'a message needs "role" and "content", got {dict(message)!r}')
-        try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=True, **self._tokens
-            )
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template refuses the messages: {error}") from None
-
-
-def _text(token: Any) -> str:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
