@@ -7,10 +7,45 @@ from pathlib import Path
 
 from anymla.formats.untrusted import Refused, read_object
 from anymla.model.chat_template import ChatTemplate
-from anymla.model.config_fields import ConfigError, Fields
+from anymla.model.config_fields import ConfigError, Fields, unsupported
 
 __all__ = ["ChatTemplate", "GenerationDefaults"]
 _FILE = "generation_config.json"
+_MOST_BYTES = 16 << 20
+
+# Fields of transformers' generation that change which tokens come and are not applied here, with
+# the values that change nothing. Those of the lower part matter only where tokens are sampled.
+_UNAPPLIED: dict[str, tuple[object, ...]] = {
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "constraints": ([],),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_decoder_ids": ([],),
+    "forced_eos_token_id": ([],),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": ({}, []),
+    "stop_strings": ([], ""),
+    "suppress_tokens": ([],),
+    "watermarking_config": (),
+}
+_UNAPPLIED_SAMPLED: dict[str, tuple[object, ...]] = {
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (1,),
+    "typical_p": (1,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +55,26 @@ class GenerationDefaults:
     Attributes:
         temperature: 0 where the file does not ask for sampling (``do_sample``).
         top_p: 1 where it is not given.
-        top_k: 0 where it is not given: all tokens.
+        top_k: 0 where it is not given, or -1: all tokens.
         min_p: 0 where it is not given.
+        repetition_penalty: 1 where it is not given, presence_penalty and frequency_penalty 0.
+        presence_penalty: see ``anymla.runtime.sampler.Sampling``.
+        frequency_penalty: see there.
         max_new_tokens: None where it is not given.
         eos_token_ids: ids that end a text besides those of ``config.json``.
+        unapplied: names of fields that would change the text and are not applied.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    unapplied: tuple[str, ...] = ()
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> GenerationDefaults:
@@ -42,7 +85,7 @@ class GenerationDefaults:
         """
         path = Path(directory) / _FILE
         try:
-            fields = Fields(read_object(path), _FILE)
+            fields = Fields(read_object(path, _MOST_BYTES), _FILE)
         except FileNotFoundError:
             return cls()
         except (OSError, Refused) as error:
@@ -52,17 +95,46 @@ class GenerationDefaults:
         if fields.has("eos_token_id"):
             several = isinstance(fields.values["eos_token_id"], list | tuple)
             ends = fields.integers("eos_token_id") if several else (fields.integer("eos_token_id"),)
-        new = fields.integer("max_new_tokens", minimum=1) if fields.has("max_new_tokens") else None
-        if not fields.values.get("do_sample"):
-            return cls(max_new_tokens=new, eos_token_ids=ends)
-        return cls(
+        sampled = bool(fields.values.get("do_sample"))
+        told = cls(
+            repetition_penalty=_between(fields, "repetition_penalty", 1.0, 0.01, 100),
+            presence_penalty=_between(fields, "presence_penalty", 0.0, -100, 100),
+            frequency_penalty=_between(fields, "frequency_penalty", 0.0, -100, 100),
+            max_new_tokens=(
+                fields.integer("max_new_tokens", minimum=1)
+                if fields.has("max_new_tokens")
+                else None
+            ),
+            eos_token_ids=ends,
+            unapplied=_unapplied(fields, _UNAPPLIED | (_UNAPPLIED_SAMPLED if sampled else {})),
+        )
+        if not sampled:
+            return told
+        return dataclasses.replace(
+            told,
             temperature=_share(fields, "temperature", 1.0),
             top_p=fields.number("top_p", 1.0),
-            top_k=fields.integer("top_k", 0),
+            top_k=max(0, fields.integer("top_k", 0, minimum=-1)),
             min_p=_share(fields, "min_p"),
-            max_new_tokens=new,
-            eos_token_ids=ends,
         )
+
+    @property
+    def unapplied_line(self) -> str | None:
+        """A line that names what the file asks for and does not get; None for nothing."""
+        if not self.unapplied:
+            return None
+        return f"{_FILE}: not applied: {', '.join(self.unapplied)}"
+
+
+def _unapplied(fields: Fields, neutral: dict[str, tuple[object, ...]]) -> tuple[str, ...]:
+    """Names of fields that are there with a value that means something."""
+    return tuple(
+        name
+        for name in sorted(neutral)
+        if fields.has(name)
+        and fields.values[name] is not False
+        and fields.values[name] not in neutral[name]
+    )
 
 
 def _share(fields: Fields, name: str, default: float = 0.0) -> float:
@@ -70,3 +142,13 @@ def _share(fields: Fields, name: str, default: float = 0.0) -> float:
     if not fields.has(name):
         return default
     return 0.0 if fields.values[name] == 0 else fields.number(name)
+
+
+def _between(fields: Fields, name: str, default: float, least: float, most: float) -> float:
+    """A number within bounds, which are the sampler's."""
+    value = fields.values.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise unsupported(fields.name(name), value, f"a number from {least:g} to {most:g}")
+    return float(value)

@@ -98,9 +98,9 @@ class DecodeRunner:
         bucket = smallest(self.buckets, spans)
         if bucket is None:
             return None
-        # What sampled requests take is chosen on the host.
-        greedy = all(span.state.request.sampling.is_greedy for span in spans)
-        follows = self._blocks is not None and greedy
+        # What sampled and penalised requests take is chosen behind the graph.
+        plain = all(span.state.request.sampling.takes_best_logit for span in spans)
+        follows = self._blocks is not None and plain
         hidden, logits, best, logprobs, *more = self._step(bucket, follows=follows)(spans)
         taps, *drafts = more or (None,)
         best, logprobs, *drafts = self._on_host((bucket, follows), (best, logprobs, *drafts))

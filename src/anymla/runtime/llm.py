@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 import torch
+from tqdm import tqdm
 
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import Drafts
@@ -16,8 +18,8 @@ from anymla.model.load import DTYPES, load_model
 from anymla.model.tokenizer import Tokenizer
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
-from anymla.runtime.request import Completion, FinishReason, Request
-from anymla.runtime.sampler import Sampling
+from anymla.runtime.request import Completion, FinishReason, Request, default_new_tokens
+from anymla.runtime.sampler import Sampling, sampling_of
 from anymla.runtime.stop_text import StopText
 from anymla.runtime.threads import threads_for, weights_per_token
 
@@ -54,6 +56,7 @@ class _Asked:
     """How texts are generated, with the checkpoint's word for what the caller left open."""
 
     max_new_tokens: int
+    is_length_given: bool
     sampling: Sampling
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -69,6 +72,8 @@ class LLM:
         model: the network.
         tokenizer: of the checkpoint.
         defaults: of its ``generation_config.json``.
+        new_tokens: generated, at most, where neither caller nor ``generation_config.json`` says how
+            many; 128 at first.
     """
 
     def __init__(
@@ -129,6 +134,9 @@ class LLM:
             max_requests=max_requests,
             draft_tokens=guessed,
         )
+        self.new_tokens = _NEW_TOKENS
+        if self.defaults.unapplied_line is not None:
+            tqdm.write(self.defaults.unapplied_line, file=sys.stderr)
         self._directory = directory
         self._template: ChatTemplate | None = None
 
@@ -155,9 +163,10 @@ class LLM:
         Args:
             prompts: a text; or several, each a text or its token ids.
             **options: ``max_new_tokens``, ``temperature`` (0 takes the best token), ``top_p``,
-                ``top_k``, ``min_p``, ``seed``, ``stop`` (a string or several) and ``ignore_eos``.
+                ``top_k``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
+                ``frequency_penalty``, ``seed``, ``stop`` (a string or several) and ``ignore_eos``.
                 What is left out is as ``generation_config.json`` says; without it, the best token
-                is taken and 128 tokens are generated.
+                is taken and 128 tokens are generated, or as many as the context has room for.
 
         Returns:
             One result for one text, else a list in the order of the prompts. What else is in the
@@ -235,23 +244,33 @@ class LLM:
         top_p: float | None = None,
         top_k: int | None = None,
         min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
         seed: int = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> _Asked:
         said = self.defaults
-        sampling = Sampling(
-            temperature=said.temperature if temperature is None else temperature,
-            top_p=said.top_p if top_p is None else top_p,
-            seed=seed,
-            top_k=said.top_k if top_k is None else top_k,
-            min_p=said.min_p if min_p is None else min_p,
+        sampling = sampling_of(
+            said,
+            seed,
+            {
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "presence_penalty": presence_penalty,
+                "frequency_penalty": frequency_penalty,
+            },
         )
         ends = frozenset(self.config.eos_token_ids) | frozenset(said.eos_token_ids)
         return _Asked(
             max_new_tokens=max_new_tokens
             if max_new_tokens is not None
-            else said.max_new_tokens or _NEW_TOKENS,
+            else said.max_new_tokens or self.new_tokens,
+            is_length_given=max_new_tokens is not None,
             sampling=sampling,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_ids=frozenset() if ignore_eos else ends,
@@ -264,7 +283,9 @@ class LLM:
         return Request(
             name,
             tuple(prompt),
-            max_new_tokens=asked.max_new_tokens,
+            max_new_tokens=asked.max_new_tokens
+            if asked.is_length_given
+            else default_new_tokens(asked.max_new_tokens, len(prompt), self.config),
             sampling=asked.sampling,
             stop_ids=asked.stop_ids,
         )

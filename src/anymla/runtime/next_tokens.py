@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from anymla.model.transformer import Transformer
 from anymla.runtime.forwarded import Forwarded, rows_of
 from anymla.runtime.sampler import Sampling, choose_tokens
@@ -53,7 +55,8 @@ def choose_next(
                 state.finish_reason = "length"
     if not rows:
         return {}
-    tokens, logprobs = _pick(model, forwarded, rows, samplings, positions)
+    choosing = [span for span in spans if span.num_choices]
+    tokens, logprobs = _pick(model, forwarded, choosing, rows, samplings, positions)
     new_tokens = {}
     for span in spans:
         if count := span.num_choices:
@@ -67,6 +70,7 @@ def choose_next(
 def _pick(
     model: Transformer,
     forwarded: Forwarded,
+    spans: Sequence[Span],
     rows: Sequence[int],
     samplings: Sequence[Sampling],
     positions: Sequence[int],
@@ -77,8 +81,18 @@ def _pick(
     else:
         assert forwarded.best is not None
         logits, best = rows_of(forwarded.logits, rows), rows_of(forwarded.best, rows)
-    tokens = choose_tokens(logits, samplings, positions, best)
-    if forwarded.best_logprobs is not None and all(each.is_greedy for each in samplings):
+    if any(each.is_penalised for each in samplings):
+        counts = [span.num_choices for span in spans]
+        parts = zip(spans, logits.split(counts), strict=True)
+        penalised = [span.state.penalised(part, _drafts(span)) for span, part in parts]
+        tokens = choose_tokens(torch.cat(penalised), samplings, positions)
+    else:
+        tokens = choose_tokens(logits, samplings, positions, best)
+    if forwarded.best_logprobs is not None and all(each.takes_best_logit for each in samplings):
         return tokens, rows_of(forwarded.best_logprobs, rows).tolist()
     tokens = model.ranks.agree(tokens, model.device)
     return tokens, chosen_logprobs(logits, tokens)
+
+
+def _drafts(span: Span) -> list[int]:
+    return span.token_ids[1:] if span.is_decode else []
