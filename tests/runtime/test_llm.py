@@ -124,7 +124,7 @@ def test_a_dialogue_is_answered(llm) -> None:
         ("", {}, "the prompt is empty"),
         ([[9999]], {}, "unknown token id 9999"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ("a", {"top_k": -1}, "top_k must be at least 0"),
+        ("a", {"top_k": -2}, "top_k must be at least 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(llm, prompt, options, message) -> None:
@@ -161,6 +161,8 @@ def test_generation_defaults(tmp_path) -> None:
     assert GenerationDefaults.from_dir(loud) == GenerationDefaults(
         temperature=1.0, top_k=5, eos_token_ids=(1,)
     )
+    endless = _with(tmp_path, max_new_tokens=10**30, max_length=10**30)
+    assert GenerationDefaults.from_dir(endless) == GenerationDefaults(max_new_tokens=2**31 - 1)
     for top_k in (-1, 0, None):
         said = GenerationDefaults.from_dir(_with(tmp_path, do_sample=True, top_k=top_k))
         assert said == GenerationDefaults(temperature=1.0)

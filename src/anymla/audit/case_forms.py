@@ -1,4 +1,4 @@
-"""What a case of each method must hold before anything is computed from it.
+"""Check that the tensors and numbers of a dumped case fit each other, before they are used.
 
 A dump is a file that somebody sends. Its tensors and numbers are compared with each other here, so
 that neither a check nor a kernel meets shapes that do not fit, and no product of them is larger

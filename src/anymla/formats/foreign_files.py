@@ -1,4 +1,4 @@
-"""Names what lies where a file of a checkpoint should be: a pointer, a web page, a pickle.
+"""Name what lies where a file of a checkpoint should be: a pointer, a web page, a pickle.
 
 A loader that finds no header there says why its own format does not fit, which helps nobody.
 """

@@ -1,4 +1,4 @@
-"""Writes a dialogue as the text that a checkpoint was trained on, by the checkpoint's template."""
+"""Write a dialogue as the text that a checkpoint was trained on, by the checkpoint's template."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _continued(text: str, final: str) -> str:
     """The text up to the mark; without blanks before it if the template trims messages.
 
     Args:
-        text: what the template has written.
+        text: the rendered dialogue, with the mark in it.
         final: text of the message that is to be continued.
     """
     before, mark, behind = text.rpartition(_HERE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anymla.formats.untrusted import Refused, read_object
 from anymla.model.chat_template import ChatTemplate
-from anymla.model.config_fields import ConfigError, Fields, unsupported
+from anymla.model.config_fields import MOST_INTEGER, ConfigError, Fields, unsupported
 
 __all__ = ["ChatTemplate", "GenerationDefaults"]
 _FILE = "generation_config.json"
@@ -57,9 +57,9 @@ class GenerationDefaults:
         top_p: 1 where it is not given.
         top_k: 0 where it is not given, or -1: all tokens.
         min_p: 0 where it is not given.
-        repetition_penalty: 1 where it is not given, presence_penalty and frequency_penalty 0.
-        presence_penalty: see ``anymla.runtime.sampler.Sampling``.
-        frequency_penalty: see there.
+        repetition_penalty: 1 where it is not given; see ``anymla.runtime.sampler.Sampling``.
+        presence_penalty: 0 where it is not given.
+        frequency_penalty: 0 where it is not given.
         max_new_tokens: None where it is not given.
         eos_token_ids: ids that end a text besides those of ``config.json``.
         unapplied: names of fields that would change the text and are not applied.
@@ -85,7 +85,7 @@ class GenerationDefaults:
         """
         path = Path(directory) / _FILE
         try:
-            fields = Fields(read_object(path, _MOST_BYTES), _FILE)
+            fields = Fields(read_object(path, _MOST_BYTES, wide=True), _FILE)
         except FileNotFoundError:
             return cls()
         except (OSError, Refused) as error:
@@ -101,7 +101,7 @@ class GenerationDefaults:
             presence_penalty=_between(fields, "presence_penalty", 0.0, -100, 100),
             frequency_penalty=_between(fields, "frequency_penalty", 0.0, -100, 100),
             max_new_tokens=(
-                fields.integer("max_new_tokens", minimum=1)
+                min(fields.integer("max_new_tokens", minimum=1, maximum=10**100), MOST_INTEGER)
                 if fields.has("max_new_tokens")
                 else None
             ),

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own, with little time and memory.
+"""Render chat templates in a process of its own, with little time and memory.
 
 Run as ``python -m anymla.model.template_process``, with the seconds of CPU time, mebibytes and
 characters that a template may use; ``chat_template`` starts it, and talks to it over its standard

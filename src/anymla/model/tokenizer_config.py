@@ -74,7 +74,7 @@ def add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     A token that is not in the vocabulary is added only under the id that the file gives it.
 
     Args:
-        inner: the tokenizer.
+        inner: the library's tokenizer, changed in place.
         config: as ``read_tokenizer_config`` returns it.
     """
     known = {token.content: token for token in inner.get_added_tokens_decoder().values()}

@@ -1,4 +1,4 @@
-"""Reads ``tokenizer.json``: what belongs to the tokenizer, within bounds.
+"""Read the part of ``tokenizer.json`` that belongs to the tokenizer, within bounds.
 
 The file also holds state of the run that wrote it. Truncation and padding are for batches of a
 training run, and BPE dropout makes it read a text in another way each time; none of them is part of
@@ -79,9 +79,9 @@ def within(seconds: float, work: Callable[[], _T], late: str) -> _T:
     Work that is late goes on in a thread that nobody waits for.
 
     Args:
-        seconds: to wait.
-        work: what releases the interpreter while it runs.
-        late: what the error says.
+        seconds: seconds to wait for it.
+        work: a call that releases the interpreter while it runs.
+        late: text of the error for work that is late.
 
     Raises:
         TokenizerError: it is late.

@@ -23,9 +23,9 @@ class TokenCounts:
         """Count nothing but the prompt.
 
         Args:
-            prompt: its token ids.
-            vocab: V.
-            device: of the logits.
+            prompt: token ids of the prompt.
+            vocab: V, the size of the vocabulary.
+            device: where the logits are.
         """
         self._device = device
         self._in_prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
@@ -41,7 +41,7 @@ class TokenCounts:
 
         Args:
             logits: float [n, V]; row i follows all but the last n - 1 - i drafts.
-            sampling: with the penalties.
+            sampling: holds the three penalties.
             generated: token ids since the prompt, which only grow from call to call.
             drafts: ids behind them that are not final, n - 1 at least.
 

@@ -115,7 +115,7 @@ class RequestState:
         logprobs: of the generated tokens.
         prompt_logprobs: of the prompt tokens after the first, as far as computed.
         finish_reason: None until finished.
-        counts: of its tokens, where its sampling asks for penalties; made with its first logits.
+        counts: counts of its tokens, if its sampling asks for penalties; made with its first logits.
     """
 
     def __init__(self, request: Request) -> None:
@@ -217,8 +217,8 @@ def default_new_tokens(wanted: int, prompt_length: int, config: ModelConfig) -> 
 
     Args:
         wanted: tokens, where there is room for them.
-        prompt_length: of the prompt.
-        config: of the model.
+        prompt_length: tokens of the prompt.
+        config: the model's configuration.
     """
     return max(1, min(wanted, config.max_position_embeddings - prompt_length))
 

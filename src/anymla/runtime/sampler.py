@@ -52,7 +52,7 @@ class Sampling:
         temperature: 0 takes the best token; otherwise logits are divided by it.
         top_p: choose among the fewest most probable tokens that together have this probability.
         seed: any integer of 64 bits.
-        top_k: choose among so many most probable tokens; 0 for all.
+        top_k: choose among so many most probable tokens; 0 for all, as which -1 is taken.
         min_p: choose among tokens at least so probable as this part of the most probable one.
         repetition_penalty: logits of tokens in the prompt or the text are divided by it if they are
             positive, else multiplied; 1 for none, at most 100 and at least 0.01.
@@ -101,6 +101,8 @@ class Sampling:
             raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k == -1:  # as vLLM and llama.cpp's users write it
+            object.__setattr__(self, "top_k", 0)
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
@@ -121,7 +123,7 @@ def sampling_of(said: GenerationDefaults, seed: int, asked: Mapping[str, float |
 
     Args:
         said: the checkpoint's defaults.
-        seed: the request's.
+        seed: seed of the request's noise.
         asked: values by their names in ``Sampling``; None for the checkpoint's.
 
     Raises:
