@@ -21,7 +21,7 @@ from anymla.model.tokenizer_file import TOKENIZER_FILE, library_errors, read_tok
 __all__ = ["TextStream", "Tokenizer", "TokenizerError", "byte_letters"]
 
 # An encoder takes some microseconds a byte; a pattern that backtracks has no end.
-_SECONDS, _SECONDS_A_BYTE = 10.0, 20e-6
+_SECONDS, _SECONDS_A_BYTE = 5.0, 20e-6
 # Bytes of a text that are counted at a time; a text, and a token of it, that is not long.
 _PIECE, _SHORT_TEXT, _SHORT_TOKEN = 1 << 16, 1 << 18, 8
 

@@ -115,7 +115,7 @@ class RequestState:
         logprobs: of the generated tokens.
         prompt_logprobs: of the prompt tokens after the first, as far as computed.
         finish_reason: None until finished.
-        counts: counts of its tokens, if its sampling asks for penalties; made with its first logits.
+        counts: how often each token has come, for penalties; made with the first logits.
     """
 
     def __init__(self, request: Request) -> None:
