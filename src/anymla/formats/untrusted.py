@@ -16,6 +16,8 @@ from anymla.formats.foreign_files import kind_of
 MOST_BYTES = 100_000_000
 # Configurations nest four deep.
 MOST_DEPTH = 64
+# A tokenizer with merges as pairs has half a million; each takes 64 bytes or more.
+MOST_CONTAINERS = 1 << 22
 _MOST_INTEGER = 2**64
 _MOST_DIGITS = 20
 _MOST_WIDE_DIGITS = 100
@@ -35,11 +37,15 @@ def parse_json(text: str | bytes, *, wide: bool = False) -> Any:
         wide: take integers of up to 100 digits, not of up to 64 bits.
 
     Raises:
-        Refused: no JSON; nested more than ``MOST_DEPTH`` deep; a number that is not finite or an
+        Refused: no JSON; nested more than ``MOST_DEPTH`` deep, or more than ``MOST_CONTAINERS``
+            lists and objects; a number that is not finite or an
             integer beyond 64 bits; half of a surrogate pair.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
+        # Those within strings count as well; no file in order has so many.
+        if text.count("[") + text.count("{") > MOST_CONTAINERS:
+            raise Refused(f"more than {MOST_CONTAINERS} lists and objects")
         value = json.loads(
             text,
             parse_constant=_refused,
