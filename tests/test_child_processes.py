@@ -14,6 +14,7 @@ from anymla.audit.packet import Packed
 from anymla.audit.process import JudgeProcess
 from anymla.child_process import python_command
 from anymla.cli.device_report import write_report
+from anymla.model.chat_template import _PROCESS, ChatTemplate
 from anymla.testing.conformance.isolated import Request, run_isolated
 from anymla.testing.conformance.registry import load_cases
 
@@ -74,12 +75,29 @@ def forkserver() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
+def chat_template() -> None:
+    template = ChatTemplate("{{ messages | tojson }}", {})
+    _PROCESS.close()
+    try:
+        assert template.render([{"role": "user", "content": "a"}]).startswith("[{")
+    finally:
+        _PROCESS.close()
+
+
 def module_command() -> None:
     command = [sys.executable, "-m", "anymla", "conformance", "--list"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-STARTED = [judge_process, conformance_jobs, device_report, python_child, forkserver, module_command]
+STARTED = [
+    chat_template,
+    judge_process,
+    conformance_jobs,
+    device_report,
+    python_child,
+    forkserver,
+    module_command,
+]
 
 
 @pytest.mark.parametrize("start", STARTED, ids=[each.__name__ for each in STARTED])
