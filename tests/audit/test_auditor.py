@@ -96,6 +96,31 @@ def test_an_alarm_is_told_dumped_and_counted(
     assert "2 alarms" in auditor.summary()
 
 
+def test_a_dump_is_its_owners_and_takes_no_name_that_is_there(tmp_path: Path, caplog) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    directory = tmp_path / "new" / "dumps"
+    auditor = auditor_of(every=1, directory=str(directory))
+
+    def dumped() -> set[Path]:
+        wrong = case_of("query")
+        wrong.tensors["out"][0, 0] += 100
+        auditor.submit(wrong)
+        auditor.drain()
+        return set(directory.iterdir())
+
+    (first,) = dumped()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert first.stat().st_mode & 0o777 == 0o600
+    # The next name is a link that somebody has laid.
+    laid = first.with_name(first.name.replace("-1.safetensors", "-2.safetensors"))
+    laid.symlink_to(victim)
+    (second,) = dumped() - {first, laid}
+    assert second.name.endswith("-3.safetensors")
+    assert load_case(second)[0].method == "query"
+    assert victim.read_text() == "precious"
+
+
 def test_a_dump_beyond_its_limit_is_not_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

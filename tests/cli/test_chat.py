@@ -37,7 +37,7 @@ def test_no_line_no_answer() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("--top-k", -1), "top_k must be at least 0"), (("--max-new-tokens", 0), "at least 1, got 0")],
+    [(("--top-k", -2), "top_k must be at least 0"), (("--max-new-tokens", 0), "at least 1, got 0")],
 )
 def test_what_cannot_be_meant_is_one_line(arguments, message) -> None:
     result = chat(CHECKPOINT, *arguments, given="hello\n")

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -238,7 +239,7 @@ def test_text_that_is_not_utf8(tiny, tmp_path):
         ('{"token_ids": [1, 258]}', "unknown token id 258, the vocabulary has 258"),
         ('{"token_ids": [-1]}', "unknown token id -1"),
         ('{"token_ids": []}', "the prompt is empty"),
-        ('{"prompt": "a", "best_of": 5}', "unknown key 'best_of', known are id, max_new_tokens"),
+        ('{"prompt": "a", "best_of": 5}', "unknown key 'best_of', known are frequency_penalty, id"),
         ('{"prompt": "a", "max_new_tokens": 1.5}', '"max_new_tokens" must be an integer'),
         ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens must be at least 1"),
         ('{"prompt": "a", "temperature": "hot"}', '"temperature" must be a number'),
@@ -273,7 +274,7 @@ def test_a_prompt_that_no_context_holds(tiny, tmp_path, monkeypatch):
     path = tmp_path / "sparse.txt"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    _fails(_generate(tiny, "--prompt-file", path), "sparse.txt: larger than 1073741824 bytes")
+    _fails(_generate(tiny, "--prompt-file", path), "sparse.txt: larger than 33554432 bytes")
     monkeypatch.setattr("anymla.cli.files.MAX_TEXT_BYTES", 1 << 21)
     _fails(_generate(tiny, "--prompt-file", "/dev/zero"), "/dev/zero: larger than 2097152 bytes")
 
@@ -311,3 +312,47 @@ def test_lines_of_a_batch_restrict_for_themselves(tiny, tmp_path):
         entry["token_ids"] for entry in json.loads(out.read_text())["results"]
     )
     assert greedy == first == second != free
+
+
+def _short(tiny, tmp_path, **said):
+    directory = tmp_path / "short"
+    shutil.copytree(tiny, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 160}))
+    (directory / "generation_config.json").write_text(json.dumps(said))
+    return directory
+
+
+def test_a_default_length_refuses_no_prompt_that_fits(tiny, tmp_path):
+    short, out = _short(tiny, tmp_path), tmp_path / "out.json"
+    options = ["--ignore-eos", "--json", out]
+    result = _generate(short, "--prompt", "x" * 140, *options)
+    assert result.exit_code == 0, result.output
+    (entry,) = json.loads(out.read_text())["results"]
+    assert len(entry["token_ids"]) == 160 - 141
+    batch = _lines(tmp_path / "batch", {"prompt": "x" * 130}, {"prompt": "x", "max_new_tokens": 2})
+    result = _generate(short, "--batch", batch, *options)
+    assert result.exit_code == 0, result.output
+    counts = [len(each["token_ids"]) for each in json.loads(out.read_text())["results"]]
+    assert counts == [160 - 131, 2]
+    result = _generate(short, "--prompt", "x" * 140, "--max-new-tokens", 20)
+    _fails(result, "141 prompt tokens and 20 new ones exceed max_position_embeddings of 160")
+
+
+def test_penalties_of_the_line_and_of_a_batch(tiny, tmp_path):
+    directory, out = _short(tiny, tmp_path, num_beams=2), tmp_path / "out.json"
+    penalty = {"repetition_penalty": 1.0, "presence_penalty": 100.0, "frequency_penalty": 0}
+    batch = _lines(tmp_path / "batch", {"prompt": "a"}, {"prompt": "a"} | penalty)
+    options = ["--max-new-tokens", 30, "--ignore-eos", "--json", out]
+    result = _generate(directory, "--batch", batch, *options)
+    assert result.exit_code == 0, result.output
+    assert "generation_config.json: not applied: num_beams\n" in result.stderr
+    plain, apart = (each["token_ids"] for each in json.loads(out.read_text())["results"])
+    assert len(set(plain)) < 30
+    assert len(set(apart)) == 30
+    result = _generate(directory, "--prompt", "a", "--presence-penalty", 100, *options)
+    assert result.exit_code == 0, result.output
+    (entry,) = json.loads(out.read_text())["results"]
+    assert entry["token_ids"] == apart
+    result = _generate(directory, "--prompt", "a", "--repetition-penalty", 0)
+    _fails(result, r"repetition_penalty must be in \[0.01, 100\], got 0.0")

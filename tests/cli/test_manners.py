@@ -7,8 +7,11 @@ import os
 import pathlib
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from click.testing import CliRunner, Result
 from safetensors import SafetensorError
 
 from anymla.cli import files
+from anymla.cli.files import read_text_lines
 from anymla.cli.main import main
 from anymla.formats.files import naming
 from anymla.runtime.devices import named_device
@@ -247,3 +251,66 @@ def test_a_panic_of_the_tokenizer_is_one_line(tiny, tmp_path, command) -> None:
     assert done.returncode == 2
     assert re.fullmatch(r"Error: [^\n]*(no entry found|cannot be re)[^\n]*\n", done.stderr)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("option", ["--prompt-file", "--batch"])
+def test_a_pipe_that_nobody_writes_to(tiny, tmp_path, option) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    began = time.monotonic()
+    result = run("generate", "--checkpoint", tiny, option, tmp_path / "pipe")
+    is_one_line(result, 2, f"{tmp_path}/pipe: a pipe that nobody writes to")
+    assert time.monotonic() - began < 20
+
+
+def test_a_pipe_with_a_writer_is_read(tmp_path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("a\n\nbä\n",))
+    writer.start()
+    assert list(read_text_lines(pipe)) == [(1, "a"), (3, "bä")]
+    writer.join()
+
+
+def test_a_socket_in_the_place_of_a_text(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("socket")
+    result = run("generate", "--checkpoint", tiny, "--prompt-file", "socket")
+    is_one_line(result, 2, "socket: not a file, but a socket")
+
+
+def test_a_pipe_that_nobody_reads(tiny, tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    words = ("--prompt", "a", "--max-new-tokens", 1, "--json", tmp_path / "pipe")
+    is_one_line(
+        run("generate", "--checkpoint", tiny, *words), 2, f"{tmp_path}/pipe: a pipe that nobody"
+    )
+
+
+NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "model.safetensors"])
+def test_a_pipe_in_a_checkpoint(tiny, tmp_path, name) -> None:
+    shutil.copytree(tiny, tmp_path / "copy")
+    (tmp_path / "copy" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "copy" / name)
+    result = run("generate", "--checkpoint", tmp_path / "copy", "--prompt", "a")
+    is_one_line(result, 2, "not a file, but a pipe")
+    assert name in result.stderr
+    assert str(tmp_path) in result.stderr
+
+
+@pytest.mark.parametrize("command", ["replay", "inspect"])
+def test_a_pipe_in_the_place_of_a_dump(tmp_path, command) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    words = {"replay": [], "inspect": ["--cache"]}[command]
+    is_one_line(run(command, *words, tmp_path / "pipe"), 2, "not a file, but a pipe")
+
+
+def test_a_long_line_of_a_batch(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("anymla.cli.files.MAX_TEXT_BYTES", 1 << 16)
+    path = tmp_path / "batch"
+    path.write_text('{"prompt": "a"}\n{"prompt": "' + "a" * (1 << 16) + '"}\n')
+    result = run("generate", "--checkpoint", tiny, "--batch", path)
+    is_one_line(result, 2, f"{path} line 2: longer than 65536 bytes")

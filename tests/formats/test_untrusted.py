@@ -51,6 +51,12 @@ def test_what_is_refused(text, message):
     assert len(str(caught.value)) < 200
 
 
+def test_containers_are_counted_before_they_are_made():
+    for text in ("[" + "[]," * (1 << 22) + "0]", b'{"":[' + b"{}," * (1 << 22) + b"0]}"):
+        with pytest.raises(Refused, match=r"^more than 4194304 lists and objects$"):
+            parse_json(text)
+
+
 def test_depth_is_limited():
     deepest = "[" * MOST_DEPTH + "]" * MOST_DEPTH
     assert parse_json(deepest) is not None

@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -288,3 +289,52 @@ def test_file_that_the_system_will_not_map(single: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("anymla.model.checkpoint.safe_open", refuse)
     with pytest.raises(CheckpointError, match=r"cannot read a.weight: unable to mmap .* \(12\)$"):
         Checkpoint.open(single).tensor("a.weight")
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5234567890\n",
+            r"model.safetensors: not a safetensors file, but a Git LFS pointer; git lfs pull",
+        ),
+        (b"", r"but empty; its download did not finish$"),
+        (bytes(999), r"but zeros; its download did not finish$"),
+        (b"<html><head>404</head></html>", r"but a web page, not the file; "),
+        (b"GGUF" + bytes(99), r"but a GGUF file of llama.cpp"),
+        (b"\x80\x02\x8a\nl\xfc\x9c\x46\xf9\x20", r"but a pickle"),
+        (b"PK\x03\x04\0\0\x08\x08\0\0", r"but a zip archive, as torch.save writes it"),
+        (b"Entry not found", r"but text: 'Entry not found'$"),
+    ],
+)
+def test_another_file_in_the_place_of_tensors(tmp_path: Path, held: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(held)
+    refused(tmp_path, message)
+
+
+def test_lengths_that_begin_like_a_pickle(tmp_path: Path) -> None:
+    """A header of 640 bytes begins with a pickle's first two; one of 35,615 like gzip."""
+    for length in (640, 0x8B1F):
+        header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+        text = header.ljust(length).encode()
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+        assert list(Checkpoint.open(tmp_path)) == ["w"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_the_place_of_a_file(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    refused(tmp_path, f"{name}: .*not a file, but a pipe$")
+
+
+def test_a_dangling_link(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / "0")
+    refused(tmp_path, r"model.safetensors: not a safetensors file: header: .*No such file")
+
+
+def test_other_weights_beside_no_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    refused(tmp_path, r"index.json \(it holds pytorch_model.bin, a pickle of PyTorch, which is ")
+    (tmp_path / "0.incomplete").write_bytes(b"")
+    refused(tmp_path, r"\(its download did not finish: 0.incomplete\)$")

@@ -72,6 +72,7 @@ scenario = st.fixed_dictionaries(
         "draft_tokens": st.integers(0, 9),
         "spare_tokens": st.integers(0, 200),
         "temperature": st.sampled_from([0.0, 0.0, 0.8]),
+        "penalties": st.sampled_from([(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (1.0, 0.5, 0.25)]),
         "decode": st.sampled_from(["plain", "fixed"]),
     }
 )
@@ -85,7 +86,7 @@ def test_tokens_depend_on_the_request_alone(scenario):
             str(number),
             _prompt(length, number),
             1 + length % 23,
-            Sampling(scenario["temperature"], 0.9, number),
+            Sampling(scenario["temperature"], 0.9, number, 0, 0.0, *scenario["penalties"]),
             stop_ids=frozenset([5]),
         )
         for number, length in enumerate(scenario["lengths"])

@@ -56,7 +56,9 @@ def _requests(seed, count=10):
             f"{seed}.{number}",
             tuple(rng.choices(range(3, 250), k=rng.choice([1, 3, 17, 64, 130, 250, 400]))),
             rng.choice([1, 6, 14, 25]),
-            Sampling(rng.choice([0.0, 0.8]), 0.9, number),
+            Sampling(
+                rng.choice([0.0, 0.8]), 0.9, number, repetition_penalty=rng.choice([1.0, 1.0, 1.2])
+            ),
         )
         for number in range(count)
     ]

@@ -130,7 +130,7 @@ def test_a_dialogue_is_answered(llm) -> None:
         ("", {}, "the prompt is empty"),
         ([[9999]], {}, "unknown token id 9999"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ("a", {"top_k": -1}, "top_k must be at least 0"),
+        ("a", {"top_k": -2}, "top_k must be at least 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(llm, prompt, options, message) -> None:
@@ -327,11 +327,101 @@ def test_generation_defaults(tmp_path) -> None:
     assert GenerationDefaults.from_dir(loud) == GenerationDefaults(
         temperature=1.0, top_k=5, eos_token_ids=(1,)
     )
-    with pytest.raises(ConfigError, match=r"generation_config\.json\.top_k is -1"):
-        GenerationDefaults.from_dir(_with(tmp_path, do_sample=True, top_k=-1))
+    endless = _with(tmp_path, max_new_tokens=10**30, max_length=10**30)
+    assert GenerationDefaults.from_dir(endless) == GenerationDefaults(max_new_tokens=2**31 - 1)
+    for top_k in (-1, 0, None):
+        said = GenerationDefaults.from_dir(_with(tmp_path, do_sample=True, top_k=top_k))
+        assert said == GenerationDefaults(temperature=1.0)
+    with pytest.raises(ConfigError, match=r"generation_config\.json\.top_k is -2"):
+        GenerationDefaults.from_dir(_with(tmp_path, do_sample=True, top_k=-2))
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be read"):
         GenerationDefaults.from_dir(tmp_path)
+
+
+def test_generation_defaults_of_penalties(tmp_path) -> None:
+    said = GenerationDefaults.from_dir(
+        _with(tmp_path, repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=0)
+    )
+    assert said == GenerationDefaults(repetition_penalty=1.1, presence_penalty=-0.5)
+    assert said.unapplied_line is None
+    for name, value in (
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e9),
+        ("repetition_penalty", True),
+        ("presence_penalty", "high"),
+        ("frequency_penalty", 101),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"generation_config.json.{name} is .*, supported: a "
+        ):
+            GenerationDefaults.from_dir(_with(tmp_path, **{name: value}))
+
+
+NEUTRAL = {
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "suppress_tokens": None,
+    "bad_words_ids": [],
+    "guidance_scale": 1,
+    "min_new_tokens": 0,
+    "early_stopping": False,
+    "output_scores": True,
+    "transformers_version": "4.57.0",
+}
+
+
+def test_what_changes_a_text_and_is_not_applied_is_said(tmp_path) -> None:
+    assert GenerationDefaults.from_dir(_with(tmp_path, **NEUTRAL)).unapplied_line is None
+    fields = {"num_beams": 4, "no_repeat_ngram_size": 1, "suppress_tokens": [3], "typical_p": 0.9}
+    quiet = GenerationDefaults.from_dir(_with(tmp_path, **NEUTRAL | fields))
+    line = "generation_config.json: not applied: no_repeat_ngram_size, num_beams, suppress_tokens"
+    assert quiet.unapplied_line == line
+    loud = GenerationDefaults.from_dir(_with(tmp_path, do_sample=True, **NEUTRAL | fields))
+    assert loud.unapplied_line == f"{line}, typical_p"
+
+
+@pytest.fixture
+def short(tmp_path) -> pathlib.Path:
+    """The checkpoint with a context of 160 tokens."""
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 160}))
+    return tmp_path
+
+
+def test_a_default_length_refuses_no_prompt_that_fits(short) -> None:
+    llm = LLM(short, device="cpu", drafts="off")
+    prompts = [[300] * 155, [300] * 100, [300] * 159]
+    done = llm.generate(prompts, ignore_eos=True, temperature=0)
+    assert [len(each.token_ids) for each in done] == [5, 60, 1]
+    assert len("".join(llm.stream([300] * 158, ignore_eos=True))) > 0
+    with pytest.raises(ValueError, match="155 prompt tokens and 6 new ones exceed"):
+        llm.generate([[300] * 155], max_new_tokens=6)
+    with pytest.raises(ValueError, match="160 prompt tokens and 1 new ones exceed"):
+        llm.generate([[300] * 160])
+    (short / "generation_config.json").write_text(json.dumps({"max_new_tokens": 500}))
+    llm = LLM(short, device="cpu", drafts="off")
+    (again,) = llm.generate([[300] * 155], ignore_eos=True, temperature=0)
+    assert again.token_ids == done[0].token_ids
+
+
+def test_generation_config_is_applied(short, capsys) -> None:
+    plain = LLM(short, device="cpu").generate("And the", max_new_tokens=40, temperature=0)
+    fields = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1}
+    (short / "generation_config.json").write_text(json.dumps(fields))
+    capsys.readouterr()
+    llm = LLM(short, device="cpu")
+    line = "generation_config.json: not applied: no_repeat_ngram_size\n"
+    assert capsys.readouterr().err == line
+    penalised = llm.generate("And the", max_new_tokens=40, temperature=0)
+    assert penalised.token_ids != plain.token_ids
+    assert len(set(penalised.token_ids)) > len(set(plain.token_ids))
+    # Drafts are verified under the same penalties.
+    assert penalised.drafted > 0
+    free = llm.generate("And the", max_new_tokens=40, temperature=0, repetition_penalty=1.0)
+    assert free.token_ids == plain.token_ids
 
 
 def test_chat_templates(tmp_path) -> None:

@@ -45,7 +45,7 @@ def test_broken_logits_are_an_error(bad, sampling):
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, "top_p must be in"),
         ({"seed": 2**63}, "seed must fit in 64 bits"),
-        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"top_k": -2}, "top_k must be at least 0, got -2"),
         ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),
         ({"min_p": 1.5}, "min_p must be in"),
     ],
@@ -67,6 +67,11 @@ def _kept(logits, temperature, top_p):
         if mass >= top_p:
             break
     return kept, [probabilities[token] / mass for token in kept]
+
+
+def test_no_restriction_in_both_spellings():
+    assert Sampling(top_k=-1) == Sampling(top_k=0)
+    assert not Sampling(temperature=1.0, top_k=-1).is_restricted
 
 
 MASK = (1 << 64) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
@@ -22,6 +23,7 @@ from anymla.audit.settings import Settings
 Judge = Callable[[Packed], Sequence[Answer]]
 _WAITING = 16  # steps that may wait for a judge; further ones are counted, not kept
 _KEPT = 64  # alarms whose cases stay in memory
+_NAMES = 100  # that are tried for a dump
 
 
 @dataclasses.dataclass
@@ -205,14 +207,20 @@ class Auditor:
         if case.nbytes > self.settings.mebibytes << 20:
             return f"; not dumped: {case.nbytes >> 20} MiB"
         self._dumped += 1
-        name = f"{case.method}-step{case.step}-{os.getpid()}-{self._dumped}.safetensors"
-        path = Path(self.settings.directory) / name
+        directory = Path(self.settings.directory)
+        words = dataclasses.asdict(found) | {"worst": str(found.worst)}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_case(path, case, dataclasses.asdict(found) | {"worst": str(found.worst)})
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            for number in range(self._dumped, self._dumped + _NAMES):
+                name = f"{case.method}-step{case.step}-{os.getpid()}-{number}.safetensors"
+                # A server that was started again may have the same process number.
+                with contextlib.suppress(FileExistsError):
+                    save_case(directory / name, case, words)
+                    return f"; dumped to {directory / name}"
+            raise FileExistsError(f"{directory / name} and others exist")
         except OSError as error:
             return f"; not dumped: {error}"
-        return f"; dumped to {path}"
 
 
 def describe(case: Case, found: Finding) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from anymla.formats.files import naming
-from anymla.formats.untrusted import Refused, parse_object
+from anymla.formats.untrusted import Refused, parse_object, read_bytes
 
 _FORMAT, _VERSION = "anymla-audit-case", "1"
+_MOST_BYTES = 1 << 30
 
 
 class CaseError(ValueError):
@@ -58,7 +60,8 @@ class Case:
         for name in sorted(self.tensors):
             held = self.tensors[name].detach().cpu().contiguous()
             found.update(f"{name} {held.dtype} {list(held.shape)};".encode())
-            found.update(held.view(torch.uint8).numpy().tobytes() if held.numel() else b"")
+            flat = held.reshape(-1).view(torch.uint8)
+            found.update(flat.numpy().tobytes() if held.numel() else b"")
         return found.hexdigest()[:16]
 
     def to(self, device: torch.device | str) -> Case:
@@ -118,19 +121,23 @@ def from_bytes(text: bytes) -> tuple[Case, dict[str, Any]]:
             dict(words["made_by"]),
         )
         return case, dict(words["found"])
-    except (SafetensorError, Refused, AttributeError, KeyError, TypeError) as error:
+    except CaseError:
+        raise
+    except (SafetensorError, Refused, AttributeError, KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CaseError(f"not an audit's case ({reason})") from error
 
 
 def save_case(path: str | Path, case: Case, found: dict[str, Any] | None = None) -> None:
-    """Write a case and what the check said as a safetensors file.
+    """Write a case and what the check said as a safetensors file that its owner alone can read.
 
     Raises:
-        OSError: the file cannot be written; it is named.
+        OSError: the file cannot be written, or there is one (a link counts as one); it is named.
     """
-    with naming(path):
-        Path(path).write_bytes(to_bytes(case, found))
+    held = to_bytes(case, found)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    with naming(path), os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+        file.write(held)
 
 
 def load_case(path: str | Path) -> tuple[Case, dict[str, Any]]:
@@ -141,6 +148,6 @@ def load_case(path: str | Path) -> tuple[Case, dict[str, Any]]:
         OSError: it cannot be read.
     """
     try:
-        return from_bytes(Path(path).read_bytes())
-    except CaseError as error:
+        return from_bytes(read_bytes(Path(path), _MOST_BYTES))
+    except (CaseError, Refused) as error:
         raise CaseError(f"{path}: {error}") from error

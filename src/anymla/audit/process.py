@@ -20,6 +20,7 @@ import torch
 
 from anymla.audit.checks import Finding, judge
 from anymla.audit.packet import Packed
+from anymla.child_process import python_command, same_modules
 
 # Of a case: what the check says, why it failed, or None where nothing was recorded.
 Answer = Finding | str | None
@@ -81,12 +82,11 @@ class JudgeProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         count = str(self._threads)
         few = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "CUDA_VISIBLE_DEVICES": ""}
-        path = os.pathsep.join(filter(None, sys.path))
         return subprocess.Popen(
-            [sys.executable, "-m", "anymla.audit.process"],
+            python_command("-m", "anymla.audit.process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | few | {"PYTHONPATH": path},
+            env=os.environ | few | same_modules(),
         )
 
 

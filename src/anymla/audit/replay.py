@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anymla.audit.case import Case
+from anymla.audit.case_forms import check_form
 from anymla.audit.checks import Finding, attended, dense_weight, judge
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
@@ -47,17 +48,31 @@ def replay(case: Case, device: torch.device | str = "cpu") -> list[Verdict]:
         device: where the backends compute.
 
     Raises:
-        ValueError: as ``judge``.
+        ValueError: as ``judge``, or tensors and numbers that do not fit each other: see
+            ``check_form``.
     """
-    verdicts = [Verdict("engine", judge(case))]
+    check_form(case)
+    verdicts = [Verdict("engine", _judged(case))]
     for backend in BACKENDS if case.method in _METHODS else ():
         try:
             again = recompute(case.to(device), backend).to("cpu")
-        except (BackendUnavailable, NotImplementedError, ImportError) as error:
+        except (*_UNFIT, BackendUnavailable, NotImplementedError, ImportError) as error:
             verdicts.append(Verdict(backend, None, " ".join(str(error).split())[:200]))
         else:
-            verdicts.append(Verdict(backend, judge(again)))
+            verdicts.append(Verdict(backend, _judged(again)))
     return verdicts
+
+
+# What torch and operations raise for values that no form forbids.
+_UNFIT = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+def _judged(case: Case) -> Finding:
+    try:
+        return judge(case)
+    except _UNFIT as error:
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"a case of {case.method} cannot be judged: {why}") from error
 
 
 def recompute(case: Case, backend: str) -> Case:

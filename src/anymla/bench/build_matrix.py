@@ -40,6 +40,7 @@ from anymla.bench import xpu_code
 from anymla.bench.compiled import compiled
 from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrivals
+from anymla.child_process import working_directory_shut_out
 from anymla.ops._build import Build, Judgement
 from anymla.ops.device import TARGETS, Target, has_gluon
 from anymla.testing.launches import (
@@ -211,7 +212,8 @@ def apart(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
     # Made here, because the process may not live to remove it.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         process = context.Process(target=_child, args=(job, work, cache, send))
-        process.start()
+        with working_directory_shut_out():
+            process.start()
         send.close()
         try:
             if receive.poll(TIME_LIMIT_S):

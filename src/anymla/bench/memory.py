@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from anymla.bench.models import engine_with, load, prompt, tiny
 from anymla.bench.report import Result
+from anymla.child_process import python_command
 from anymla.formats.page_layout import get_layout
 from anymla.formats.state_layout import state_page_stride_bytes
 from anymla.runtime.engine import Engine
@@ -88,7 +88,7 @@ def loading(directory: Path) -> list[Result]:
         write_tiny_checkpoint(checkpoint, _large(weights))
         size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
         done = subprocess.run(
-            [sys.executable, "-c", _LOAD, str(checkpoint), dtype],
+            python_command("-c", _LOAD, str(checkpoint), dtype),
             check=True,
             capture_output=True,
             text=True,

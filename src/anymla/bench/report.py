@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from anymla.formats.files import naming
+from anymla.formats.files import naming, open_to_write
+from anymla.formats.untrusted import Refused, read_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ def append_rows(path: Path, results: Iterable[Result], environment: dict[str, An
 
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Append rows to a file, one JSON object a line."""
-    with naming(path), path.open("a", encoding="utf-8") as file:
+    with naming(path), open_to_write(path, append=True) as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
@@ -53,7 +54,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         ValueError: a line is no JSON object; the message names file and line.
     """
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = read_bytes(path).decode("utf-8")
+    except Refused as error:
+        raise ValueError(f"{path}: {error}") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 
 from anymla.bench import build_matrix
 from anymla.bench.build_matrix import Job
+from anymla.bench.report import read_lines
 from anymla.ops.device import TARGETS
 
 DEFAULT_TARGETS = ("sm_90", "gfx942")
@@ -145,5 +145,9 @@ class _without_assembler:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a record."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Rows of a record.
+
+    Raises:
+        ValueError: a line is no JSON object, or it is no file.
+    """
+    return read_lines(path)

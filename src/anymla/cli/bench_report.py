@@ -65,6 +65,7 @@ def report(
     from anymla.bench.page.peers import decode_by_heads
     from anymla.bench.page.rows import load_rows
     from anymla.bench.page.tables import tables
+    from anymla.formats.untrusted import read_bytes
 
     if keys and drawings is None:
         raise BadInput("--figure chooses among the plots of --svg, which is not given")
@@ -74,7 +75,7 @@ def report(
         if documents:
             blocks = readme_blocks(rows)
             for document in documents:
-                text = document.read_text(encoding="utf-8")
+                text = read_bytes(document).decode("utf-8")
                 document.write_text(with_blocks(text, blocks), encoding="utf-8")
             if output is None and drawings is None:
                 return

@@ -9,8 +9,9 @@ import click
 from tqdm import tqdm
 
 from anymla.cli import commands
-from anymla.cli.bad_input import BadInput
+from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import require_known
+from anymla.cli.files import write_text
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -50,7 +51,7 @@ def record(
     if not work:
         raise BadInput(f"--module {' --module '.join(module)}: no builds are of that")
     rows = tqdm(code.record(work, workers, cache), total=len(work), unit="build", disable=None)
-    output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_text(output, "".join(json.dumps(row) + "\n" for row in rows))
     click.echo(f"{len(work)} builds")
 
 
@@ -61,7 +62,8 @@ def compare(before: Path, after: Path) -> None:
     """Name the builds whose code only one of two records has; exit code 1 if there are any."""
     from anymla.bench import same_code as code
 
-    found = code.compare(code.read(before), code.read(after))
+    with bad_input():
+        found = code.compare(code.read(before), code.read(after))
     for sign, labels in (("-", found.only_before), ("+", found.only_after)):
         for label in labels:
             click.echo(f"{sign} {label}")

@@ -25,7 +25,13 @@ from anymla.runtime.llm import LLM
     no_args_is_help=True,
 )
 @click.option("--system", metavar="TEXT", help="What the model is told before the dialogue.")
-@click.option("-n", "--max-new-tokens", default=256, show_default=True, help="Of an answer.")
+@click.option(
+    "-n",
+    "--max-new-tokens",
+    type=int,
+    help="Of an answer.  [default: what generation_config.json says, else 256; fewer where the "
+    "context ends before]",
+)
 @sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option(
@@ -40,7 +46,7 @@ def command(
     *,
     run: RunOptions,
     system: str | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     asked: AskedSampling,
     stop: tuple[str, ...],
     drafts: Drafts,
@@ -62,6 +68,7 @@ def command(
             progress=on_terminal(),
         )
         asked.sampling(llm.defaults)
+        llm.new_tokens = 256
     messages = [] if system is None else [{"role": "system", "content": system}]
     while line := _ask():
         messages.append({"role": "user", "content": line})
@@ -74,6 +81,9 @@ def command(
                 top_p=asked.top_p,
                 top_k=asked.top_k,
                 min_p=asked.min_p,
+                repetition_penalty=asked.repetition_penalty,
+                presence_penalty=asked.presence_penalty,
+                frequency_penalty=asked.frequency_penalty,
                 seed=asked.seed,
                 stop=stop,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
 import zipfile
@@ -13,6 +12,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
+from anymla.child_process import python_command
 from anymla.cli.terminal import one_line
 from anymla.formats.files import naming
 
@@ -86,7 +86,7 @@ def _run(words: Sequence[str], folder: Path, log: Path) -> int:
         log.open("wb") as output,
         tqdm(bar_format="  {elapsed}  {desc}", disable=None, leave=False) as bar,
         subprocess.Popen(
-            [sys.executable, "-m", "anymla", *words],
+            python_command("-m", "anymla", *words),
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,

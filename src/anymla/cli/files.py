@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
 
 from anymla.cli.bad_input import BadInput, bad_input
-from anymla.formats.files import naming
+from anymla.formats.files import naming, open_to_write
+from anymla.formats.untrusted import special_kind
 
 STANDARD = Path("-")
-# Far more than a prompt of the longest context, or a batch of them; what is larger is no text.
-MAX_TEXT_BYTES = 1 << 30
+# Far more than a prompt of the longest context, as ids or as escaped JSON; more is no text.
+MAX_TEXT_BYTES = 1 << 25
+# For a pipe to find its writer; those of a shell's <(..) have one.
+_WRITER_S = 2.0
 
 
 class OutputFile(click.Path):
@@ -59,29 +67,69 @@ def read_text(path: Path) -> str:
     Raises:
         BadInput: it cannot be read, is larger than ``MAX_TEXT_BYTES``, or is not UTF-8.
     """
-    with bad_input():
+    with bad_input(), _open(path) as file:
+        data = bytearray()
+        while part := file.read(1 << 20):
+            data += part
+            if len(data) > MAX_TEXT_BYTES:
+                raise BadInput(f"{path}: larger than {MAX_TEXT_BYTES} bytes")
         try:
-            if path != STANDARD:
-                if path.stat().st_size > MAX_TEXT_BYTES:
-                    raise BadInput(f"{path}: larger than {MAX_TEXT_BYTES} bytes")
-                with path.open("rb") as file:
-                    return _bounded(path, file).decode("utf-8")
-            if sys.stdin is None:
-                raise BadInput("-: standard input is closed")
-            # Not sys.stdin's own decoding, which the locale decides.
-            return _bounded(path, sys.stdin.buffer).decode("utf-8")
+            return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise BadInput(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _bounded(path: Path, file: BinaryIO) -> bytes:
-    """A file's bytes; a pipe and a device may have no end."""
-    data = bytearray()
-    while part := file.read(1 << 20):
-        data += part
-        if len(data) > MAX_TEXT_BYTES:
-            raise BadInput(f"{path}: larger than {MAX_TEXT_BYTES} bytes")
-    return bytes(data)
+def read_text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file or, for "-", of stdin that are not blank, each with its number from 1 on.
+
+    No more than one line is in memory.
+
+    Raises:
+        BadInput: as for ``read_text``, of a line, which is named by its number.
+    """
+    with bad_input(), _open(path) as file:
+        number = 0
+        while line := file.readline(MAX_TEXT_BYTES + 1):
+            number += 1
+            if len(line) > MAX_TEXT_BYTES:
+                raise BadInput(f"{path} line {number}: longer than {MAX_TEXT_BYTES} bytes")
+            try:
+                text = line.decode("utf-8").rstrip("\n")
+            except UnicodeDecodeError as error:
+                why = f"{error.reason} at byte {error.start}"
+                raise BadInput(f"{path} line {number}: not UTF-8: {why}") from error
+            if text.strip():
+                yield number, text
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a file or a pipe; or stdin, without the decoding that the locale decides, for "-"."""
+    if path == STANDARD:
+        if sys.stdin is None:
+            raise BadInput("-: standard input is closed")
+        yield sys.stdin.buffer
+        return
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode) or stat.S_ISSOCK(mode):
+        raise BadInput(f"{path}: not a file, but {special_kind(mode)}")
+    with _open_pipe(path) if stat.S_ISFIFO(mode) else path.open("rb") as file:
+        yield file
+
+
+def _open_pipe(path: Path) -> BinaryIO:
+    """Open a pipe, which waits until somebody writes to it, for a moment at most."""
+    opened: list[BinaryIO] = []
+    thread = threading.Thread(target=lambda: opened.append(path.open("rb")), daemon=True)
+    thread.start()
+    thread.join(_WRITER_S)
+    if not opened:
+        # Our own writer ends the wait.
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        thread.join()
+        opened.pop().close()
+        raise BadInput(f"{path}: a pipe that nobody writes to")
+    return opened[0]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -94,7 +142,7 @@ def write_text(path: Path, text: str) -> None:
         click.echo(text, nl=False)
         return
     with naming(path):
-        file = path.open("w", encoding="utf-8")
+        file = open_to_write(path)
         try:
             with file:
                 file.write(text)

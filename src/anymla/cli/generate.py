@@ -51,9 +51,15 @@ from anymla.runtime.stop_text import StopText
     type=click.Path(path_type=Path),
     metavar="FILE",
     help='Continue many: lines of JSON with "prompt" or "token_ids", and, if wanted, "id", '
-    '"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed".',
+    '"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", '
+    '"repetition_penalty", "presence_penalty", "frequency_penalty".',
 )
-@click.option("-n", "--max-new-tokens", default=64, show_default=True, help="Tokens to generate.")
+@click.option(
+    "-n",
+    "--max-new-tokens",
+    type=int,
+    help="Tokens to generate.  [default: 64, or fewer where the context ends before]",
+)
 @sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
@@ -100,7 +106,7 @@ def command(
     prompt: str | None,
     prompt_file: Path | None,
     batch: Path | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     asked: AskedSampling,
     stop: tuple[str, ...],
     ignore_eos: bool,
@@ -146,6 +152,8 @@ def command(
             requests = [reader.from_text("prompt", text)]
     began = time.perf_counter()
     model = run.load(drafts)
+    if said.unapplied_line is not None and not model.ranks.rank:
+        click.echo(said.unapplied_line, err=True)
     loaded = time.perf_counter()
     guessed = 0 if drafts == "off" else draft_tokens or max(1, model.config.default_draft_tokens)
     options = run.engine_options(

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from anymla.cli.bad_input import BadInput
-from anymla.cli.files import read_text
+from anymla.cli.files import read_text_lines
 from anymla.formats.untrusted import parse_object
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
-from anymla.runtime.request import Request, check_request
+from anymla.runtime.request import Request, check_request, default_new_tokens
 from anymla.runtime.sampler import Sampling
 
+_NEW_TOKENS = 64
 _BATCH_KEYS = {
     "id",
     "prompt",
@@ -23,15 +24,24 @@ _BATCH_KEYS = {
     "top_p",
     "top_k",
     "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     "seed",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestDefaults:
-    """What a prompt does not say for itself."""
+    """What a prompt does not say for itself.
 
-    max_new_tokens: int
+    Attributes:
+        max_new_tokens: None for 64, or as many as the context has room for.
+        sampling: how tokens are chosen.
+        stop_ids: ids that end a text.
+    """
+
+    max_new_tokens: int | None
     sampling: Sampling
     stop_ids: frozenset[int]
 
@@ -58,10 +68,11 @@ class RequestReader:
         Raises:
             ValueError: it is empty or too long.
         """
+        token_ids = self._encoded(text)
         request = Request(
             request_id=name,
-            token_ids=tuple(self.tokenizer.encode(text)) if text else (),
-            max_new_tokens=self.defaults.max_new_tokens,
+            token_ids=token_ids,
+            max_new_tokens=self._new_tokens(len(token_ids)),
             sampling=self.defaults.sampling,
             stop_ids=self.defaults.stop_ids,
         )
@@ -72,16 +83,14 @@ class RequestReader:
         """One request for each line of JSON.
 
         A line holds "prompt" or "token_ids", and may hold "id", "max_new_tokens", "temperature",
-        "top_p", "top_k", "min_p" and "seed". Blank lines are skipped; an id is by default the
-        line's number.
+        "top_p", "top_k", "min_p", the three penalties and "seed". Blank lines are skipped; an id
+        is by default the line's number.
 
         Raises:
             BadInput: an unusable line, by number; no line at all; a file that cannot be read.
         """
         requests: dict[str, Request] = {}
-        for number, line in enumerate(read_text(path).split("\n"), start=1):
-            if not line.strip():
-                continue
+        for number, line in read_text_lines(path):
             try:
                 request = self._from_line(str(number), line)
                 if request.request_id in requests:
@@ -105,16 +114,20 @@ class RequestReader:
         request_id = fields.get("id", default_id)
         if type(request_id) not in (str, int):
             raise ValueError(f'"id" must be a string or an integer, got {request_id!r}')
+        token_ids = self._token_ids(fields)
         request = Request(
             request_id=str(request_id),
-            token_ids=self._token_ids(fields),
-            max_new_tokens=_integer(fields, "max_new_tokens", self.defaults.max_new_tokens),
+            token_ids=token_ids,
+            max_new_tokens=_integer(fields, "max_new_tokens", self._new_tokens(len(token_ids))),
             sampling=Sampling(
                 _number(fields, "temperature", sampling.temperature),
                 _number(fields, "top_p", sampling.top_p),
                 _integer(fields, "seed", sampling.seed),
                 _integer(fields, "top_k", sampling.top_k),
                 _number(fields, "min_p", sampling.min_p),
+                _number(fields, "repetition_penalty", sampling.repetition_penalty),
+                _number(fields, "presence_penalty", sampling.presence_penalty),
+                _number(fields, "frequency_penalty", sampling.frequency_penalty),
             ),
             stop_ids=self.defaults.stop_ids,
         )
@@ -127,7 +140,17 @@ class RequestReader:
         text = fields["prompt"]
         if not isinstance(text, str):
             raise ValueError(f'"prompt" must be a string, got {text!r}')
-        return tuple(self.tokenizer.encode(text)) if text else ()
+        return self._encoded(text)
+
+    def _new_tokens(self, prompt_length: int) -> int:
+        given = self.defaults.max_new_tokens
+        if given is not None:
+            return given
+        return default_new_tokens(_NEW_TOKENS, prompt_length, self.config)
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        most = self.config.max_position_embeddings
+        return tuple(self.tokenizer.encode(text, most=most)) if text else ()
 
 
 def as_token_ids(value: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import click
 
 from anymla.model.generation import GenerationDefaults
-from anymla.runtime.sampler import Sampling
+from anymla.runtime.sampler import DEFAULTED, Sampling, sampling_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,9 @@ class AskedSampling:
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     seed: int
 
     def sampling(self, said: GenerationDefaults) -> Sampling:
@@ -28,26 +31,37 @@ class AskedSampling:
         Raises:
             ValueError: values that cannot be meant.
         """
-        return Sampling(
-            temperature=said.temperature if self.temperature is None else self.temperature,
-            top_p=said.top_p if self.top_p is None else self.top_p,
-            seed=self.seed,
-            top_k=said.top_k if self.top_k is None else self.top_k,
-            min_p=said.min_p if self.min_p is None else self.min_p,
-        )
+        asked = {name: getattr(self, name) for name in DEFAULTED}
+        return sampling_of(said, self.seed, asked)
 
 
 _OPTIONS = (
     click.option(
         "--temperature",
         type=float,
-        help="0 takes the best token.  [default, as of the next three: what the checkpoint's "
+        help="0 takes the best token.  [default, as of the next six: what the checkpoint's "
         "generation_config.json says, else 0]",
     ),
     click.option("--top-p", type=float, help="Choose among the best that reach this mass."),
     click.option("--top-k", type=int, help="Choose among so many; 0 for all."),
     click.option(
         "--min-p", type=float, help="Choose among those that have this part of the best's mass."
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        help="Divide positive logits of tokens that are in the prompt or the text by this, and "
+        "multiply others; 1 for none.",
+    ),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        help="Subtract this from the logits of tokens that have been generated.",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        help="The same, as many times as each has been generated.",
     ),
     click.option("-s", "--seed", default=0, show_default=True, help="Same seed, same tokens."),
 )

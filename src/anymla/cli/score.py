@@ -54,7 +54,8 @@ def command(
         config = ModelConfig.from_dir(run.checkpoint, drafts=False)
         if prompt_file is not None:
             text = read_text(prompt_file)
-            token_ids = tuple(Tokenizer.from_dir(run.checkpoint).encode(text)) if text else ()
+            tokenizer, most = Tokenizer.from_dir(run.checkpoint), config.max_position_embeddings
+            token_ids = tuple(tokenizer.encode(text, most=most)) if text else ()
         else:
             assert token_file is not None
             token_ids = _read_token_ids(token_file)

@@ -15,7 +15,7 @@ from torch import Tensor
 from anymla.formats.files import naming
 from anymla.formats.interchange import dump_layout
 from anymla.formats.pages import PageLayout, pages_of
-from anymla.formats.untrusted import Refused, parse_object, read_bytes
+from anymla.formats.untrusted import Refused, open_file, parse_object, read_bytes
 
 _VERSION = "1"
 
@@ -115,6 +115,7 @@ def load_cache(path: str | Path) -> tuple[Tensor, str, dict[str, Any]]:
         CacheDumpError: missing, truncated, not a dump, or of an unknown layout.
     """
     try:
+        open_file(path).close()  # safe_open would wait for a pipe's writer
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             if header.get("format") != "anymla-cache":
@@ -122,7 +123,7 @@ def load_cache(path: str | Path) -> tuple[Tensor, str, dict[str, Any]]:
             if header.get("version") != _VERSION:
                 raise CacheDumpError(f"{path}: dump version {header.get('version')}, can read 1")
             flat = file.get_tensor("pages")
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, Refused) as error:
         reason = str(error).splitlines()[0]
         raise CacheDumpError(f"{path}: cannot be read as a cache dump: {reason}") from None
     try:

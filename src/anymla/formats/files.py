@@ -7,10 +7,28 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from safetensors import SafetensorError
 
 _SYSTEM = re.compile(r"\(os error (\d+)\)")
+
+
+def open_to_write(path: str | Path, *, append: bool = False) -> IO[str]:
+    """Open a text file to be written, in UTF-8; never waits, as for a pipe's reader.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe that nobody reads.
+    """
+    path, mode = Path(path), "a" if append else "w"
+    if not path.is_fifo():
+        return path.open(mode, encoding="utf-8")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise OSError(error.errno, "a pipe that nobody reads", str(path)) from None
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, mode, encoding="utf-8")
 
 
 @contextlib.contextmanager

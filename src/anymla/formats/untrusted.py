@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from anymla.formats.foreign_files import kind_of
 
 # safetensors' own bound for a header, the largest JSON there is in a checkpoint.
 MOST_BYTES = 100_000_000
 # Configurations nest four deep.
 MOST_DEPTH = 64
+# A tokenizer with merges as pairs has half a million; each takes 64 bytes or more.
+MOST_CONTAINERS = 1 << 22
 _MOST_INTEGER = 2**64
 _MOST_DIGITS = 20
+_MOST_WIDE_DIGITS = 100
 
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -22,20 +29,28 @@ class Refused(ValueError):
     """Input that is not what is read here; one line that does not name the file."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, wide: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:
         text: as text, or as its bytes in UTF-8.
+        wide: take integers of up to 100 digits, not of up to 64 bits.
 
     Raises:
-        Refused: no JSON; nested more than ``MOST_DEPTH`` deep; a number that is not finite or an
+        Refused: no JSON; nested more than ``MOST_DEPTH`` deep, or more than ``MOST_CONTAINERS``
+            lists and objects; a number that is not finite or an
             integer beyond 64 bits; half of a surrogate pair.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
+        # Those within strings count as well; no file in order has so many.
+        if text.count("[") + text.count("{") > MOST_CONTAINERS:
+            raise Refused(f"more than {MOST_CONTAINERS} lists and objects")
         value = json.loads(
-            text, parse_constant=_refused, parse_float=_finite, parse_int=_integer_of_64_bits
+            text,
+            parse_constant=_refused,
+            parse_float=_finite,
+            parse_int=_wide_integer if wide else _integer_of_64_bits,
         )
     except UnicodeDecodeError as error:
         raise Refused(f"not UTF-8: {error.reason} at byte {error.start}") from None
@@ -49,46 +64,86 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes, *, wide: bool = False) -> dict[str, Any]:
     """The JSON object in a text.
 
     Raises:
         Refused: as ``parse_json``, or another value than an object.
     """
-    value = parse_json(text)
+    value = parse_json(text, wide=wide)
     if not isinstance(value, dict):
         raise Refused(f"not a JSON object, but {_KINDS.get(type(value), 'null')}")
     return value
 
 
-def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+def read_object(path: Path, most: int = MOST_BYTES, *, wide: bool = False) -> dict[str, Any]:
     """The JSON object in a file.
 
     Args:
         path: the file.
         most: bytes that it may have.
+        wide: as for ``parse_json``.
 
     Raises:
         Refused: as ``parse_object``, or a longer file.
         OSError: it cannot be read.
     """
-    return parse_object(read_bytes(path, most))
+    held = read_bytes(path, most)
+    try:
+        return parse_object(held, wide=wide)
+    except Refused:
+        if (kind := kind_of(held)) is not None:
+            raise Refused(kind) from None
+        raise
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """A file's bytes; never more than ``most`` of them reach memory.
 
     Raises:
-        Refused: a longer file.
+        Refused: a longer file, or no file but a pipe, a socket, a device or a directory.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         held = file.read(most + 1)
     if len(held) > most:
         raise Refused(f"longer than {most} bytes")
     return held
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a file to read its bytes; never waits, as for a pipe's writer.
+
+    Raises:
+        Refused: it is a pipe, a socket, a device or a directory.
+        OSError: it cannot be opened.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise Refused(f"not a file, but {special_kind(mode)}")
+    # It may have become a pipe by now.
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
+    return os.fdopen(descriptor, "rb")
+
+
+def special_kind(mode: int) -> str:
+    """The kind of a directory entry that is no file, with its article.
+
+    Args:
+        mode: ``st_mode`` of it.
+    """
+    return next((kind for test, kind in _SPECIAL if test(mode)), "something else")
+
+
+_SPECIAL = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 _KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a flag"}
 
 
@@ -109,6 +164,10 @@ def _integer_of_64_bits(digits: str) -> int:
         return number
     shown = digits if len(digits) <= _MOST_DIGITS else f"{digits[:_MOST_DIGITS]}..."
     raise Refused(f"the integer {shown} does not fit in 64 bits")
+
+
+def _wide_integer(digits: str) -> int:
+    return int(digits) if len(digits) <= _MOST_WIDE_DIGITS else _integer_of_64_bits(digits)
 
 
 def _check_depth(value: Any) -> None:

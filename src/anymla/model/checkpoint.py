@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from anymla.formats.untrusted import MOST_BYTES, Refused, parse_object, read_object
+from anymla.formats.foreign_files import kind_of_text, why_no_checkpoint
+from anymla.formats.untrusted import MOST_BYTES, Refused, open_file, parse_object, read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -32,8 +34,8 @@ ITEM_BYTES = {
     "U8": 1,
 }
 
-
 _MOST_DIMENSIONS = 64
+_HEAD_BYTES = 256  # by which other files are told
 
 
 class CheckpointError(ValueError):
@@ -88,13 +90,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         directory = Path(directory)
         if not directory.is_dir():
-            raise CheckpointError(f"{directory}: no such directory")
-        if (directory / INDEX_FILE).is_file():
+            why = why_no_checkpoint(directory)
+            raise CheckpointError(f"{directory}: no such directory{why}")
+        # A dangling link, or what is no file, has a message of its own.
+        if os.path.lexists(directory / INDEX_FILE):
             return cls(directory, _translated(_sharded(directory)))
-        if (directory / SINGLE_FILE).is_file():
+        if os.path.lexists(directory / SINGLE_FILE):
             return cls(directory, _translated(_header(directory / SINGLE_FILE)))
         raise CheckpointError(
             f"{directory}: not a checkpoint, it has neither {SINGLE_FILE} nor {INDEX_FILE}"
+            f"{why_no_checkpoint(directory)}"
         )
 
     def __getitem__(self, name: str) -> TensorInfo:
@@ -176,8 +181,9 @@ def _sharded(directory: Path) -> dict[str, TensorInfo]:
     for file in sorted(set(placed.values())):
         if Path(file).name != file:
             raise CheckpointError(f"{path}: names {file!r}, which is not a plain file name")
-        if not (directory / file).is_file():
-            raise CheckpointError(f"{path}: names {file}, which does not exist")
+        if not (directory / file).exists():
+            why = why_no_checkpoint(directory)
+            raise CheckpointError(f"{path}: names {file}, which does not exist{why}")
         for name, info in _header(directory / file).items():
             if placed.get(name) != file:
                 raise CheckpointError(
@@ -198,21 +204,22 @@ def _header(path: Path) -> dict[str, TensorInfo]:
     Source: the format description in the safetensors repository (8 bytes of header length, little
     endian; JSON; the tensors' bytes without gaps).
     """
-    size = path.stat().st_size
+    head = b"none"
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(_HEAD_BYTES)
+            (length,) = struct.unpack("<Q", head[:8])
             if 8 + length > size:
-                raise CheckpointError(f"{path}: truncated, its header alone is {length} bytes")
+                raise _no_header(path, head, f"truncated, its header alone is {length} bytes")
             if length > MOST_BYTES:
-                raise CheckpointError(
-                    f"{path}: its header is {length} bytes, safetensors allows {MOST_BYTES}"
-                )
+                why = f"its header is {length} bytes, safetensors allows {MOST_BYTES}"
+                raise _no_header(path, head, why)
+            file.seek(8)
             header = parse_object(file.read(length))
     except (OSError, struct.error, Refused) as error:
-        raise CheckpointError(
-            f"{path}: not a safetensors file: header: {_first_line(error)}"
-        ) from None
+        why = f"not a safetensors file: header: {_first_line(error)}"
+        raise _no_header(path, head, why) from None
     header.pop("__metadata__", None)
     tensors: dict[str, TensorInfo] = {}
     end = 0
@@ -238,6 +245,12 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             f"{8 + length + end}"
         )
     return tensors
+
+
+def _no_header(path: Path, head: bytes, why: str) -> CheckpointError:
+    """The error for a file without a header: what it is instead, else why it is none."""
+    kind = kind_of_text(head)
+    return CheckpointError(f"{path}: {f'not a safetensors file, but {kind}' if kind else why}")
 
 
 def _sizes(values: object) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from anymla.formats.foreign_files import why_no_checkpoint
 from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.records import SplitFp8Layout
@@ -183,12 +184,15 @@ class ModelConfig:
         """
         path = Path(directory) / "config.json"
         if not Path(directory).is_dir():
-            raise ConfigError(f"{directory}: no such directory")
+            raise ConfigError(f"{directory}: no such directory{why_no_checkpoint(Path(directory))}")
         try:
             values = read_object(path, _MOST_BYTES)
             return cls.from_dict(_with_manifest(Path(directory), values), drafts=drafts)
         except FileNotFoundError:
-            raise ConfigError(f"{directory}: not a checkpoint, it has no config.json") from None
+            why = why_no_checkpoint(Path(directory))
+            raise ConfigError(
+                f"{directory}: not a checkpoint, it has no config.json{why}"
+            ) from None
         except (OSError, Refused) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from None
 

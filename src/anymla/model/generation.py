@@ -1,21 +1,51 @@
-"""What a checkpoint says of generating text: ``generation_config.json``, and a chat template."""
+"""What a checkpoint says of generating text: ``generation_config.json``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anymla.formats.untrusted import Refused, read_object
-from anymla.model.config_fields import ConfigError, Fields
+from anymla.model.chat_template import ChatTemplate
+from anymla.model.config_fields import MOST_INTEGER, ConfigError, Fields, unsupported
 
+__all__ = ["ChatTemplate", "GenerationDefaults"]
 _FILE = "generation_config.json"
-_TEMPLATE_FILE = "chat_template.jinja"
-_LARGEST_TEMPLATE = 1 << 20
+_MOST_BYTES = 16 << 20
+
+# Fields of transformers' generation that change which tokens come and are not applied here, with
+# the values that change nothing. Those of the lower part matter only where tokens are sampled.
+_UNAPPLIED: dict[str, tuple[object, ...]] = {
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "constraints": ([],),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_decoder_ids": ([],),
+    "forced_eos_token_id": ([],),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": ({}, []),
+    "stop_strings": ([], ""),
+    "suppress_tokens": ([],),
+    "watermarking_config": (),
+}
+_UNAPPLIED_SAMPLED: dict[str, tuple[object, ...]] = {
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (1,),
+    "typical_p": (1,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +55,26 @@ class GenerationDefaults:
     Attributes:
         temperature: 0 where the file does not ask for sampling (``do_sample``).
         top_p: 1 where it is not given.
-        top_k: 0 where it is not given: all tokens.
+        top_k: 0 where it is not given, or -1: all tokens.
         min_p: 0 where it is not given.
+        repetition_penalty: 1 where it is not given; see ``anymla.runtime.sampler.Sampling``.
+        presence_penalty: 0 where it is not given.
+        frequency_penalty: 0 where it is not given.
         max_new_tokens: None where it is not given.
         eos_token_ids: ids that end a text besides those of ``config.json``.
+        unapplied: names of fields that would change the text and are not applied.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    unapplied: tuple[str, ...] = ()
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> GenerationDefaults:
@@ -47,7 +85,7 @@ class GenerationDefaults:
         """
         path = Path(directory) / _FILE
         try:
-            fields = Fields(read_object(path), _FILE)
+            fields = Fields(read_object(path, _MOST_BYTES, wide=True), _FILE)
         except FileNotFoundError:
             return cls()
         except (OSError, Refused) as error:
@@ -57,17 +95,46 @@ class GenerationDefaults:
         if fields.has("eos_token_id"):
             several = isinstance(fields.values["eos_token_id"], list | tuple)
             ends = fields.integers("eos_token_id") if several else (fields.integer("eos_token_id"),)
-        new = fields.integer("max_new_tokens", minimum=1) if fields.has("max_new_tokens") else None
-        if not fields.values.get("do_sample"):
-            return cls(max_new_tokens=new, eos_token_ids=ends)
-        return cls(
+        sampled = bool(fields.values.get("do_sample"))
+        told = cls(
+            repetition_penalty=_between(fields, "repetition_penalty", 1.0, 0.01, 100),
+            presence_penalty=_between(fields, "presence_penalty", 0.0, -100, 100),
+            frequency_penalty=_between(fields, "frequency_penalty", 0.0, -100, 100),
+            max_new_tokens=(
+                min(fields.integer("max_new_tokens", minimum=1, maximum=10**100), MOST_INTEGER)
+                if fields.has("max_new_tokens")
+                else None
+            ),
+            eos_token_ids=ends,
+            unapplied=_unapplied(fields, _UNAPPLIED | (_UNAPPLIED_SAMPLED if sampled else {})),
+        )
+        if not sampled:
+            return told
+        return dataclasses.replace(
+            told,
             temperature=_share(fields, "temperature", 1.0),
             top_p=fields.number("top_p", 1.0),
-            top_k=fields.integer("top_k", 0),
+            top_k=max(0, fields.integer("top_k", 0, minimum=-1)),
             min_p=_share(fields, "min_p"),
-            max_new_tokens=new,
-            eos_token_ids=ends,
         )
+
+    @property
+    def unapplied_line(self) -> str | None:
+        """A line that names what the file asks for and does not get; None for nothing."""
+        if not self.unapplied:
+            return None
+        return f"{_FILE}: not applied: {', '.join(self.unapplied)}"
+
+
+def _unapplied(fields: Fields, neutral: dict[str, tuple[object, ...]]) -> tuple[str, ...]:
+    """Names of fields that are there with a value that means something."""
+    return tuple(
+        name
+        for name in sorted(neutral)
+        if fields.has(name)
+        and fields.values[name] is not False
+        and fields.values[name] not in neutral[name]
+    )
 
 
 def _share(fields: Fields, name: str, default: float = 0.0) -> float:
@@ -77,69 +144,11 @@ def _share(fields: Fields, name: str, default: float = 0.0) -> float:
     return 0.0 if fields.values[name] == 0 else fields.number(name)
 
 
-class ChatTemplate:
-    """Writes a dialogue as the text that a checkpoint was trained on.
-
-    Templates are programs of strangers: they run in jinja's sandbox, see the messages and the
-    names of special tokens, and nothing else.
-    """
-
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals = {"raise_exception": _refuse}
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template cannot be read: {error}") from None
-        self._tokens = dict(tokens)
-
-    @classmethod
-    def from_dir(cls, directory: str | Path) -> ChatTemplate:
-        """Read ``chat_template.jinja``, or ``chat_template`` of ``tokenizer_config.json``.
-
-        Raises:
-            ConfigError: there is none, or it cannot be read.
-        """
-        path = Path(directory) / "tokenizer_config.json"
-        try:
-            config = read_object(path)
-        except FileNotFoundError:
-            config = {}
-        except (OSError, Refused) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from None
-        source = config.get("chat_template")
-        file = Path(directory) / _TEMPLATE_FILE
-        if file.is_file():
-            source = file.read_text(encoding="utf-8")
-        if not isinstance(source, str) or len(source) > _LARGEST_TEMPLATE:
-            raise ConfigError(f"{directory}: has no chat template")
-        return cls(source, {name: _text(config.get(name)) for name in ("bos_token", "eos_token")})
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a dialogue, up to where the next answer begins.
-
-        Args:
-            messages: each with "role" and "content".
-
-        Raises:
-            ConfigError: the template refuses them.
-        """
-        for message in messages:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise ValueError(f'a message needs "role" and "content", got {dict(message)!r}')
-        try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=True, **self._tokens
-            )
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template refuses the messages: {error}") from None
-
-
-def _text(token: Any) -> str:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _between(fields: Fields, name: str, default: float, least: float, most: float) -> float:
+    """A number within bounds, which are the sampler's."""
+    value = fields.values.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise unsupported(fields.name(name), value, f"a number from {least:g} to {most:g}")
+    return float(value)

@@ -10,7 +10,8 @@ from tokenizers import normalizers
 from torch import Tensor
 
 from anymla.model.config import ConfigError, ModelConfig
-from anymla.model.tokenizer import TokenizerError
+from anymla.model.tokenizer_config import TokenizerError
+from anymla.model.tokenizer_file import read_tokenizer
 
 # A single space is kept from being stripped: it stands for itself.
 _LONE_SPACE = "\ue000"
@@ -35,12 +36,9 @@ def token_map(directory: str | Path, config: ModelConfig) -> Tensor:
     """
     assert config.engram is not None
     path = Path(directory) / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise TokenizerError(f"{directory}: has no tokenizer.json, which Engram's hashes need")
-    try:
-        inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise TokenizerError(f"{path}: cannot be read: {error}") from None
+    inner, _ = read_tokenizer(directory)
     known = inner.get_vocab_size(with_added_tokens=True)
     found = normalised_tokens(inner, min(known, config.vocab_size))
     count = max(found, default=-1) + 1

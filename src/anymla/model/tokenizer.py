@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
-from anymla.formats.untrusted import Refused, read_object
+from anymla.model.tokenizer_config import (
+    CONFIG_FILE,
+    TokenizerError,
+    add_tokens,
+    read_tokenizer_config,
+    token_text,
+)
+from anymla.model.tokenizer_file import TOKENIZER_FILE, library_errors, read_tokenizer, within
 
+__all__ = ["TextStream", "Tokenizer", "TokenizerError", "byte_letters"]
 
-class TokenizerError(ValueError):
-    """A tokenizer that cannot be used; one line that names the file."""
+# An encoder takes some microseconds a byte; a pattern that backtracks has no end.
+_SECONDS, _SECONDS_A_BYTE = 5.0, 20e-6
+# Bytes of a text that are counted at a time; a text, and a token of it, that is not long.
+_PIECE, _SHORT_TEXT, _SHORT_TOKEN = 1 << 16, 1 << 18, 8
 
 
 class Tokenizer:
@@ -33,48 +43,79 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json`` and, for the leading token, ``tokenizer_config.json``.
+        """Read ``tokenizer.json`` and, for its special tokens, ``tokenizer_config.json``.
+
+        Texts become the ids that transformers gives them. Truncation, padding and dropout that a
+        training run has left in the file are not of the tokenizer, and do not count.
 
         Raises:
-            TokenizerError: no ``tokenizer.json``, unreadable, or not byte-level.
+            TokenizerError: no ``tokenizer.json``, unreadable, not byte-level, or a burden: see
+                ``read_tokenizer``.
         """
-        path = Path(directory) / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerError(f"{directory}: has no tokenizer.json")
-        with _library_errors(f"{path}: cannot be read"):
-            # Not the library's own text of it, which counts up to the largest id.
-            decoder = read_object(path).get("decoder")
-            inner = tokenizers.Tokenizer.from_file(str(path))
+        inner, fields = read_tokenizer(directory)
+        path, decoder = Path(directory) / TOKENIZER_FILE, fields.get("decoder")
         if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
             raise TokenizerError(f"{path}: its decoder must be ByteLevel, got {decoder}")
-        return cls(inner, _leading_token(inner, path.with_name("tokenizer_config.json")))
+        config = read_tokenizer_config(directory)
+        add_tokens(inner, config)
+        return cls(inner, _leading_token(inner, config, path.with_name(CONFIG_FILE)))
 
-    def encode(self, text: str, *, leading: bool = True) -> list[int]:
+    def encode(self, text: str, *, leading: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a text.
 
         Args:
             text: the text; special tokens may be written out in it.
             leading: put the leading token in front, if the checkpoint asks for one. What a chat
                 template has written holds it already.
+            most: tokens that are of use. A text that has far more is refused without reading it to
+                its end; one that has a few more is not.
 
         Raises:
             TokenizerError: the tokenizer cannot encode it.
-            ValueError: a text that has no UTF-8, or characters that the vocabulary would drop.
+            ValueError: a text that has no UTF-8, characters that the vocabulary would drop, or far
+                more tokens than ``most``.
         """
         try:
-            used = set(text.encode())
+            written = text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text is not UTF-8: {error.reason} at {error.start}") from None
-        if lacking := sorted(used - self._known):
+        if lacking := sorted(set(written) - self._known):
             named = ", ".join(f"{byte:#04x}" for byte in lacking[:4])
             raise ValueError(
                 f"the tokenizer's vocabulary lacks {len(lacking)} bytes of this text: {named}"
             )
-        with _library_errors("the tokenizer cannot encode the text"):
-            ids: list[int] = self._inner.encode(text, add_special_tokens=leading).ids
+        if most is not None and len(written) > max(_SHORT_TEXT, most * _SHORT_TOKEN):
+            self._refuse_long(text, most)
+        ids = self._ids(text, leading=leading)
         if leading and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def _ids(self, text: str, *, leading: bool) -> list[int]:
+        """The library's ids, which are waited for as long as any pattern in order may take."""
+        seconds = _SECONDS + len(text) * _SECONDS_A_BYTE
+        with library_errors("the tokenizer cannot encode the text"):
+            # Of a batch, because only that lets the interpreter go on meanwhile.
+            (encoded,) = within(
+                seconds,
+                lambda: self._inner.encode_batch_fast([text], add_special_tokens=leading),
+                f"its patterns took more than {seconds:.0f} s for {len(text)} characters",
+            )
+        ids: list[int] = encoded.ids
+        return ids
+
+    def _refuse_long(self, text: str, most: int) -> None:
+        """Raise ValueError if the pieces of a text have twice as many tokens as are of use.
+
+        Where it is cut, a piece has other tokens than the text, but only a few.
+        """
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self._ids(text[start : start + _PIECE], leading=False))
+            if count > 2 * most:
+                raise ValueError(
+                    f"the text has {len(text)} characters, far more than {most} tokens can hold"
+                )
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of token ids; special and unknown ids give nothing, bad UTF-8 gives U+FFFD."""
@@ -102,18 +143,6 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-@contextlib.contextmanager
-def _library_errors(what: str) -> Iterator[None]:
-    """Turn what the library raises into ``TokenizerError``: bare Exceptions, and Rust's panics."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TokenizerError(f"{what}: {reason}") from None
-
-
 def _token_bytes(inner: tokenizers.Tokenizer) -> dict[int, bytes]:
     """The bytes that each id stands for; special tokens stand for none."""
     added = inner.get_added_tokens_decoder()
@@ -122,7 +151,8 @@ def _token_bytes(inner: tokenizers.Tokenizer) -> dict[int, bytes]:
     out: dict[int, bytes] = {}
     for token, token_id in inner.get_vocab(with_added_tokens=True).items():
         if token_id in added:
-            out[token_id] = b"" if added[token_id].special else token.encode()
+            # What was special once stays so to the library, whatever the entry says by now.
+            out[token_id] = token.encode() if inner.decode([token_id]) else b""
         else:
             out[token_id] = bytes(byte_of[letter] for letter in token if letter in byte_of)
     return out
@@ -139,19 +169,11 @@ def byte_letters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _leading_token(inner: tokenizers.Tokenizer, path: Path) -> int | None:
-    try:
-        config = read_object(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, Refused) as error:
-        raise TokenizerError(f"{path}: cannot be read: {error}") from None
+def _leading_token(inner: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> int | None:
     if not config.get("add_bos_token"):
         return None
-    token = config.get("bos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    token_id = inner.token_to_id(token) if isinstance(token, str) else None
+    token = token_text(config.get("bos_token"))
+    token_id = inner.token_to_id(token) if token is not None else None
     if token_id is None:
         raise TokenizerError(f"{path}: bos_token {token!r} is not in the vocabulary")
     return int(token_id)

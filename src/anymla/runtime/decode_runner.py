@@ -124,9 +124,9 @@ class DecodeRunner:
         bucket = smallest(self.buckets, spans)
         if bucket is None:
             return None
-        # What sampled requests take is chosen on the host.
-        greedy = all(span.state.request.sampling.is_greedy for span in spans)
-        follows = self._blocks is not None and greedy
+        # What sampled and penalised requests take is chosen behind the graph.
+        plain = all(span.state.request.sampling.takes_best_logit for span in spans)
+        follows = self._blocks is not None and plain
         step = self._step(bucket, follows=follows)
         return self._launched(step, bucket, len(spans), follows, step(spans))
 
@@ -146,7 +146,7 @@ class DecodeRunner:
         bucket = launched.bucket
         if len(spans) < launched.requests or not self._carries(bucket):
             return None
-        if not all(span.state.request.sampling.is_greedy for span in spans):
+        if not all(span.state.request.sampling.takes_best_logit for span in spans):
             return None
         stops = [
             (span.state.row, min(span.stop + bucket.tokens, span.state.request.max_written))

@@ -26,6 +26,10 @@ class GenerationOptions(TypedDict, total=False):
         top_p: choose among the best tokens that reach this probability together.
         top_k: choose among so many of the best tokens; 0 for all.
         min_p: choose among tokens that have this part of the best one's probability.
+        repetition_penalty: divide positive logits of tokens that are in the prompt or the text by
+            this, and multiply others.
+        presence_penalty: subtract this from the logits of tokens that have been generated.
+        frequency_penalty: the same, as many times as each has been generated.
         seed: names the noise, which depends on it and the token's position alone.
         stop: a string, or several, that end the text, which stops before them.
         ignore_eos: go on after an end-of-text token.
@@ -36,6 +40,9 @@ class GenerationOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool

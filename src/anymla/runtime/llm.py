@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import Drafts
@@ -25,8 +27,8 @@ from anymla.runtime.generation_options import (
 )
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.prompts import Array, Prompt, read_messages, read_prompts
-from anymla.runtime.request import Completion, FinishReason, Request
-from anymla.runtime.sampler import Sampling
+from anymla.runtime.request import Completion, FinishReason, Request, default_new_tokens
+from anymla.runtime.sampler import Sampling, sampling_of
 from anymla.runtime.stop_text import StopText
 from anymla.runtime.threads import threads_for, weights_per_token
 
@@ -62,6 +64,7 @@ class _Asked:
     """How texts are generated, with the checkpoint's word for what the caller left open."""
 
     max_new_tokens: int
+    is_length_given: bool
     sampling: Sampling
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -77,6 +80,8 @@ class LLM:
         model: the network.
         tokenizer: of the checkpoint.
         defaults: of its ``generation_config.json``.
+        new_tokens: generated, at most, where neither caller nor ``generation_config.json`` says how
+            many; 128 at first.
     """
 
     @options_by_name
@@ -143,6 +148,9 @@ class LLM:
             max_requests=max_requests,
             draft_tokens=guessed,
         )
+        self.new_tokens = _NEW_TOKENS
+        if self.defaults.unapplied_line is not None:
+            tqdm.write(self.defaults.unapplied_line, file=sys.stderr)
         self._directory = directory
         self._template: ChatTemplate | None = None
 
@@ -267,7 +275,8 @@ class LLM:
         messages = read_messages(messages)
         if self._template is None:
             self._template = ChatTemplate.from_dir(self._directory)
-        return self.tokenizer.encode(self._template.render(messages), leading=False)
+        text = self._template.render(messages)
+        return self.tokenizer.encode(text, leading=False, most=self.config.max_position_embeddings)
 
     def _asked(
         self,
@@ -277,23 +286,33 @@ class LLM:
         top_p: float | None = None,
         top_k: int | None = None,
         min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
         seed: int = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> _Asked:
         said = self.defaults
-        sampling = Sampling(
-            temperature=said.temperature if temperature is None else temperature,
-            top_p=said.top_p if top_p is None else top_p,
-            seed=seed,
-            top_k=said.top_k if top_k is None else top_k,
-            min_p=said.min_p if min_p is None else min_p,
+        sampling = sampling_of(
+            said,
+            seed,
+            {
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "presence_penalty": presence_penalty,
+                "frequency_penalty": frequency_penalty,
+            },
         )
         ends = frozenset(self.config.eos_token_ids) | frozenset(said.eos_token_ids)
         return _Asked(
             max_new_tokens=max_new_tokens
             if max_new_tokens is not None
-            else said.max_new_tokens or _NEW_TOKENS,
+            else said.max_new_tokens or self.new_tokens,
+            is_length_given=max_new_tokens is not None,
             sampling=sampling,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_ids=frozenset() if ignore_eos else ends,
@@ -301,11 +320,14 @@ class LLM:
 
     def _request(self, name: str, prompt: str | Sequence[int], asked: _Asked) -> Request:
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt) if prompt else ()
+            most = self.config.max_position_embeddings
+            prompt = self.tokenizer.encode(prompt, most=most) if prompt else ()
         return Request(
             name,
             tuple(prompt),
-            max_new_tokens=asked.max_new_tokens,
+            max_new_tokens=asked.max_new_tokens
+            if asked.is_length_given
+            else default_new_tokens(asked.max_new_tokens, len(prompt), self.config),
             sampling=asked.sampling,
             stop_ids=asked.stop_ids,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from anymla.model.transformer import Transformer
 from anymla.runtime.forwarded import Forwarded, rows_of
 from anymla.runtime.sampler import Sampling, choose_tokens, require_tokens
@@ -53,7 +55,8 @@ def choose_next(
                 state.finish_reason = "length"
     if not rows:
         return {}
-    tokens, logprobs = _pick(model, forwarded, rows, samplings, positions)
+    choosing = [span for span in spans if span.num_choices]
+    tokens, logprobs = _pick(model, forwarded, choosing, rows, samplings, positions)
     new_tokens = {}
     for span in spans:
         if count := span.num_choices:
@@ -67,14 +70,15 @@ def choose_next(
 def _pick(
     model: Transformer,
     forwarded: Forwarded,
+    spans: Sequence[Span],
     rows: Sequence[int],
     samplings: Sequence[Sampling],
     positions: Sequence[int],
 ) -> tuple[list[int], list[float]]:
     """Tokens that follow some rows, and their log-probabilities."""
     best = None if forwarded.best is None else rows_of(forwarded.best, rows)
-    greedy = all(each.is_greedy for each in samplings)
-    if greedy and best is not None and forwarded.best_logprobs is not None:
+    plain = all(each.takes_best_logit for each in samplings)
+    if plain and best is not None and forwarded.best_logprobs is not None:
         tokens = best.tolist()
         require_tokens(tokens, positions, model.config.vocab_size)
         return tokens, rows_of(forwarded.best_logprobs, rows).tolist()
@@ -82,6 +86,16 @@ def _pick(
         logits = model.logits(rows_of(forwarded.hidden, rows))
     else:
         logits = rows_of(forwarded.logits, rows)
-    tokens = choose_tokens(logits, samplings, positions, best)
+    if any(each.is_penalised for each in samplings):
+        counts = [span.num_choices for span in spans]
+        parts = zip(spans, logits.split(counts), strict=True)
+        penalised = [span.state.penalised(part, _drafts(span)) for span, part in parts]
+        tokens = choose_tokens(torch.cat(penalised), samplings, positions)
+    else:
+        tokens = choose_tokens(logits, samplings, positions, best)
     tokens = model.ranks.agree(tokens, model.device)
     return tokens, chosen_logprobs(logits, tokens)
+
+
+def _drafts(span: Span) -> list[int]:
+    return span.token_ids[1:] if span.is_decode else []

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Literal
 
+from torch import Tensor
+
 from anymla.model.config import ModelConfig
+from anymla.runtime.penalties import TokenCounts
 from anymla.runtime.sampler import Sampling
 
 GREEDY = Sampling()
@@ -111,6 +115,7 @@ class RequestState:
         logprobs: of the generated tokens.
         prompt_logprobs: of the prompt tokens after the first, as far as computed.
         finish_reason: None until finished.
+        counts: how often each token has come, for penalties; made with the first logits.
     """
 
     def __init__(self, request: Request) -> None:
@@ -122,6 +127,7 @@ class RequestState:
         self.logprobs: list[float] = []
         self.prompt_logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
+        self.counts: TokenCounts | None = None
         self.drafted = 0
         self.accepted = 0
         self.timings = Timings(submitted=time.perf_counter())
@@ -140,6 +146,20 @@ class RequestState:
     def generated(self) -> list[int]:
         """Tokens generated so far."""
         return self.tokens[self.prompt_length :]
+
+    def penalised(self, logits: Tensor, drafts: Sequence[int] = ()) -> Tensor:
+        """Logits less the penalties that the request asks for; see ``TokenCounts.penalised``.
+
+        Args:
+            logits: float [n, V] of consecutive positions.
+            drafts: ids behind the tokens, n - 1 at least.
+        """
+        sampling = self.request.sampling
+        if not sampling.is_penalised:
+            return logits
+        if self.counts is None:
+            self.counts = TokenCounts(self.request.token_ids, logits.shape[-1], logits.device)
+        return self.counts.penalised(logits, sampling, self.generated, drafts)
 
     @property
     def remaining(self) -> int:
@@ -190,6 +210,17 @@ class RequestState:
             accepted=self.accepted,
             timings=self.timings,
         )
+
+
+def default_new_tokens(wanted: int, prompt_length: int, config: ModelConfig) -> int:
+    """How many tokens to generate where nobody has said it: fewer where the context ends before.
+
+    Args:
+        wanted: tokens, where there is room for them.
+        prompt_length: tokens of the prompt.
+        config: the model's configuration.
+    """
+    return max(1, min(wanted, config.max_position_embeddings - prompt_length))
 
 
 def check_request(request: Request, config: ModelConfig) -> None:

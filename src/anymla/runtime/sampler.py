@@ -15,11 +15,13 @@ import dataclasses
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anymla.model.generation import GenerationDefaults
 from anymla.runtime.scoring import block_rows
 
 # SplitMix64's increment and multipliers, as signed numbers of 64 bits.
@@ -29,6 +31,17 @@ _GAMMA, _FIRST, _SECOND = (
 # Logits that differ at all are further apart than any noise below the first, and nearer than
 # float32 tells above the second.
 _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-30, 1e30
+_MOST_PENALTY = 100.0
+# Fields of a sampling that a checkpoint has defaults for.
+DEFAULTED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +52,15 @@ class Sampling:
         temperature: 0 takes the best token; otherwise logits are divided by it.
         top_p: choose among the fewest most probable tokens that together have this probability.
         seed: any integer of 64 bits.
-        top_k: choose among so many most probable tokens; 0 for all.
+        top_k: choose among so many most probable tokens; 0 for all, as which -1 is taken.
         min_p: choose among tokens at least so probable as this part of the most probable one.
+        repetition_penalty: logits of tokens in the prompt or the text are divided by it if they are
+            positive, else multiplied; 1 for none, at most 100 and at least 0.01.
+        presence_penalty: subtracted from logits of tokens that have been generated, -100 to 100.
+        frequency_penalty: the same, as many times as each has been generated.
 
-    Where several are asked for, ``top_k`` comes first, then ``top_p`` of what is left, then
-    ``min_p``: the order of transformers' generation.
+    Where several are asked for, penalties come first, then temperature, ``top_k``, ``top_p`` of
+    what is left and ``min_p``: the order of transformers' generation.
     """
 
     temperature: float = 0.0
@@ -51,11 +68,28 @@ class Sampling:
     seed: int = 0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     @property
     def is_greedy(self) -> bool:
         """Whether the best token is taken."""
         return self.temperature == 0
+
+    @property
+    def is_penalised(self) -> bool:
+        """True if logits depend on which tokens there have been."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def takes_best_logit(self) -> bool:
+        """True if the best token of the model's own logits is taken."""
+        return self.is_greedy and not self.is_penalised
 
     @property
     def is_restricted(self) -> bool:
@@ -67,12 +101,37 @@ class Sampling:
             raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k == -1:  # as vLLM and llama.cpp's users write it
+            object.__setattr__(self, "top_k", 0)
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if not 1 / _MOST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY:
+            raise ValueError(
+                f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -_MOST_PENALTY <= getattr(self, name) <= _MOST_PENALTY:
+                raise ValueError(f"{name} must be in [-100, 100], got {getattr(self, name)}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
+
+
+def sampling_of(said: GenerationDefaults, seed: int, asked: Mapping[str, float | None]) -> Sampling:
+    """How a request chooses its tokens, by what it asks for and what the checkpoint says.
+
+    Args:
+        said: the checkpoint's defaults.
+        seed: seed of the request's noise.
+        asked: values by their names in ``Sampling``; None for the checkpoint's.
+
+    Raises:
+        ValueError: values that cannot be meant.
+    """
+    held: dict[str, Any] = {name: getattr(said, name) for name in DEFAULTED}
+    held |= {name: value for name, value in asked.items() if value is not None}
+    return Sampling(seed=seed, **held)
 
 
 def noise_key(seed: int, position: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from anymla.layers.caches import LayerCache
@@ -150,8 +151,12 @@ class MtpDrafter:
                 further = self._run(spans, guess.streams, still, range(len(spans)))
                 assert further is not None
                 guess = further
+            logits = guess.logits
+            if any(states[i].request.sampling.is_penalised for i in drafting):
+                rows = zip(drafting, logits.split(1), strict=True)
+                logits = torch.cat([states[i].penalised(row, states[i].drafts) for i, row in rows])
             tokens = guess_tokens(
-                guess.logits,
+                logits,
                 [states[i].request.sampling for i in drafting],
                 [len(states[i].tokens) + depth for i in drafting],
             )

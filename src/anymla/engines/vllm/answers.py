@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from anymla.child_process import python_command
 from anymla.engines.vllm.report import VARIABLE
 
 # What kernels of vLLM 0.32 take of ``config.json``. On a CPU it is its router that is particular;
@@ -109,7 +110,7 @@ def answers(
     with tempfile.TemporaryDirectory() as name:
         request, answer, log = (Path(name) / each for each in ("asked", "answered", "log"))
         request.write_text(json.dumps(asked))
-        command = [sys.executable, "-m", __spec__.name, str(request), str(answer)]
+        command = python_command("-m", __spec__.name, str(request), str(answer))
         status = _finish(command, _environment(mode), log)
         if status or not answer.exists():
             words = log.read_text(errors="replace")[-_LAST_WORDS:]

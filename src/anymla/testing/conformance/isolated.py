@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from anymla.child_process import python_command
 from anymla.testing.conformance.registry import Case, load_cases
 from anymla.testing.conformance.runner import FAILED, Outcome, run_case
 from anymla.testing.conformance.setup import subject_of
@@ -70,7 +71,9 @@ class _Worker:
         told = dataclasses.replace(self._request, cases=tuple(self._left))
         with self._errors.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(told)), self._place],
+                python_command(
+                    "-m", __name__, json.dumps(dataclasses.asdict(told)), str(self._place)
+                ),
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,  # TRITON_INTERPRET is inherited, as it is read at import
