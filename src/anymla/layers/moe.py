@@ -65,10 +65,10 @@ class ExpertWeights:
     """One projection of all experts, kept one by one so that mapped files are read in place.
 
     Attributes:
-        kind: format of all of them.
+        kind: the format of all weights.
         weights: one tensor an expert.
-        scales: likewise; none for "plain".
-        block: see ``PackedWeight``.
+        scales: one tensor an expert; empty for "plain".
+        block: rows and columns that share a scale, see ``PackedWeight``.
         global_scales: float32 [E] (nvfp4), else None.
     """
 

@@ -285,7 +285,7 @@ class ModelConfig:
 
 
 def _with_manifest(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The fields with what NVIDIA's Model Optimizer writes beside them, if they say nothing.
+    """Add the quantisation that NVIDIA's Model Optimizer describes in a file of its own.
 
     Raises:
         ConfigError: that file is no JSON object that describes a quantisation.
@@ -372,7 +372,7 @@ def _eos(fields: Fields) -> tuple[int, ...]:
 
 
 def _image_tokens(fields: Fields, family: Family, vocab: int) -> tuple[int, ...]:
-    """Those that the file names, and those that its family has beside a vision tower."""
+    """Ids that stand for an image: named by the file, or implied by a vision tower."""
     named = [fields.integer("image_token_id")] if fields.has("image_token_id") else []
     implied = family.image_tokens if fields.integer("vision_n_layers", 0) else ()
     return tuple(sorted({*named, *(token for token in implied if token < vocab)}))

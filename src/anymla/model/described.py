@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its configuration and its index alone: no weights need be there."""
+"""Tensors of a checkpoint as its configuration and index describe them, without its weights."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def described_checkpoint(directory: str | Path, config: ModelConfig) -> Checkpoi
     configuration. What the configuration does not know has no size.
 
     Args:
-        directory: with ``model.safetensors.index.json``.
-        config: of the same directory, as declared.
+        directory: holds ``model.safetensors.index.json``.
+        config: what the directory's ``config.json`` declares.
 
     Raises:
         CheckpointError: the index cannot be read.

@@ -1,4 +1,4 @@
-"""Checkpoints by their names on the Hugging Face Hub: where such a one lies on this machine.
+"""Find, or fetch, a checkpoint by its name on the Hugging Face Hub.
 
 A name is ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit. A directory
 of that name comes first, then a snapshot in the Hub's cache, and only then the network. Of a
@@ -23,7 +23,7 @@ _IGNORED = ("*/*",)
 
 
 def local_checkpoint(source: str | Path, *, weights: bool = True) -> Path:
-    """The directory of a checkpoint that is named by it, or by its name on the Hub.
+    """Turn a directory or a name on the Hub into a directory of this machine.
 
     Args:
         source: a directory, or ``owner/name`` or ``owner/name@revision``.

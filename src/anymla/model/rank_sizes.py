@@ -1,4 +1,4 @@
-"""How many bytes of weights a rank keeps, reckoned before anything is read."""
+"""Bytes of weights that a rank keeps, reckoned before anything is read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def rank_bytes(tensors: Mapping[str, TensorInfo], config: ModelConfig, ranks: in
     Tables of n-grams do not count: they stay in their files.
 
     Args:
-        tensors: those that are read.
-        config: of what is there.
-        ranks: how many share the model.
+        tensors: the checkpoint's tensors that are read.
+        config: the configuration of what is there.
+        ranks: number of ranks that share the model.
     """
     tables = expected_tables(config)
     total = 0
@@ -61,7 +61,7 @@ def _sharers(config: ModelConfig, prefix: str, ranks: int) -> int:
 def _kept_bytes(
     tensors: Mapping[str, TensorInfo], config: ModelConfig, prefix: str, leaf: str, info: TensorInfo
 ) -> int:
-    """What becomes of a tensor: some weights are decoded to 16 bits, and scales of FP8 widened."""
+    """A tensor's bytes once it is loaded: some weights are decoded, and scales of FP8 widened."""
     kind = weight_kind(tensors, prefix)
     if kind == "plain":
         return info.nbytes

@@ -1,4 +1,4 @@
-"""Which texts fit beside a model's weights: reckoned from sizes, before anything is allocated."""
+"""Reckon which texts fit beside a model's weights, from sizes alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEPT_FREE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What a device of a given memory holds beside its weights.
+    """Room for texts on a device of a given memory, beside its weights.
 
     Attributes:
         free_bytes: left for caches, a tenth of the memory being kept free; may be negative.
@@ -55,8 +55,8 @@ def memory_plan(
     Caches are whole on every rank: all heads share their rows.
 
     Args:
-        tensors: of the checkpoint, those that are read.
-        config: of what is there.
+        tensors: the checkpoint's tensors that are read.
+        config: the configuration of what is there.
         kv_cache: a key of ``CACHE_FORMATS``.
         contexts: lengths of texts.
         rank_counts: numbers of ranks.

@@ -125,7 +125,7 @@ def run_experts(
         expert_offset: likewise.
         shared: likewise.
         quant_block: likewise.
-        global_scales: likewise.
+        global_scales: float32 [E, 3] or None, see ``interface.experts``.
     """
     (tokens, d), k = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)

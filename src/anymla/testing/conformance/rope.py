@@ -134,7 +134,9 @@ def spellings(ops: Ops) -> None:
     nested = common | {
         "rope_parameters": {
             "main": {"rope_type": "default", "rope_theta": 10000.0},
-            "compress": yarn | {"rope_type": "yarn", "rope_theta": 160000.0},
+            # Without the factor transformers would scale cosines and sines.
+            "compress": yarn
+            | {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0},
         },
         "layer_types": [
             "sliding_attention",
