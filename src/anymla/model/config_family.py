@@ -31,6 +31,7 @@ class Family:
             them.
         markov_tables: names of the tables of a drafter's Markov head.
         unread: prefixes of tensors that are no part of the text model, with what they are.
+        encoding: name of the format that dialogues are written in where there is no chat template.
     """
 
     norms_heads: bool = True
@@ -48,6 +49,7 @@ class Family:
     taps_at_entry: bool = False
     markov_tables: tuple[str, str] = ("markov_w1", "markov_w2")
     unread: tuple[tuple[str, str], ...] = ()
+    encoding: str = "deepseek_v4"
 
 
 FAMILIES = {
@@ -68,6 +70,7 @@ FAMILIES = {
         taps_at_entry=True,
         markov_tables=("embed", "head"),
         unread=(("vision.", "vision"), ("aligner.", "vision"), ("image_", "vision")),
+        encoding="deepseek_v41",
     ),
 }
 

@@ -115,22 +115,24 @@ class ChatTemplate:
             raise ConfigError(f"{directory}: has no chat template")
         return cls(source, {name: _text(config.get(name)) for name in ("bos_token", "eos_token")})
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
         """The text of a dialogue, up to where the next answer begins.
 
         Args:
-            messages: each with "role" and "content".
+            messages: each with "role", and "content" or "tool_calls".
+            **names: what else the template sees, for example ``tools``; with
+                ``add_generation_prompt=False`` the text ends with the last message.
 
         Raises:
             ConfigError: the template refuses them.
         """
         for message in messages:
-            if not isinstance(message.get("role"), str) or "content" not in message:
+            told = "content" in message or message.get("tool_calls")
+            if not isinstance(message.get("role"), str) or not told:
                 raise ValueError(f'a message needs "role" and "content", got {dict(message)!r}')
+        given = {"add_generation_prompt": True} | self._tokens | names
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=True, **self._tokens
-            )
+            return self._template.render(given, messages=list(messages))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template refuses the messages: {error}") from None
 
