@@ -9,44 +9,26 @@ from typing import Any, TypeAlias, overload
 
 import torch
 
+from anymla.model.chat import ChatFormat, ChatOptions, ChatText, chat_format
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import Drafts
-from anymla.model.generation import ChatTemplate, GenerationDefaults
+from anymla.model.generation import GenerationDefaults
 from anymla.model.load import DTYPES, load_model
 from anymla.model.tokenizer import Tokenizer
+from anymla.runtime.dialogue import ChatAnswer, Dialogue
 from anymla.runtime.engine import Engine
+from anymla.runtime.generation import Generation
 from anymla.runtime.options import EngineOptions
-from anymla.runtime.request import Completion, FinishReason, Request
+from anymla.runtime.request import Completion, Request, check_request
 from anymla.runtime.sampler import Sampling
 from anymla.runtime.stop_text import StopText
 from anymla.runtime.threads import threads_for, weights_per_token
 
+__all__ = ["LLM", "Generation", "Prompt"]
+
 Prompt: TypeAlias = "str | Sequence[int]"
+Messages: TypeAlias = "str | Sequence[Mapping[str, Any]]"
 _NEW_TOKENS = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """A text that was generated.
-
-    Attributes:
-        text: without the prompt, and without the stop string.
-        token_ids: the tokens generated, a stop token included; of a stop string, up to the token
-            that completes it.
-        logprobs: of these tokens, before temperature and restrictions.
-        finish_reason: "stop" after a stop token or string, else "length".
-        prompt_token_ids: the prompt.
-        drafted: draft tokens that were verified.
-        accepted: those that were right.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    prompt_token_ids: tuple[int, ...]
-    drafted: int
-    accepted: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +112,7 @@ class LLM:
             draft_tokens=guessed,
         )
         self._directory = directory
-        self._template: ChatTemplate | None = None
+        self._chat_format: ChatFormat | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -208,23 +190,147 @@ class LLM:
         if rest := text.finish():
             yield rest
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
-        """Answer a dialogue, written as the checkpoint's chat template says.
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | int | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        dialogue: Dialogue | None = None,
+        **options: Any,
+    ) -> Generation:
+        """Answer a dialogue.
+
+        It is written as the checkpoint's chat template says; without one, as DeepSeek-V4 or V4.1
+        was trained on dialogues. Code that lies beside a checkpoint is never run.
 
         Args:
-            messages: each with "role" ("system", "user" or "assistant") and "content".
+            messages: each with "role" ("system", "user", "assistant" or "tool") and "content", a
+                string or a list of parts of type "text". An assistant's may hold "tool_calls" in
+                place of content, and "reasoning_content" or "reasoning"; a tool's names the call
+                that it answers in "tool_call_id". A text alone is one message of the user's.
+            tools: functions that may be called, as the OpenAI API lists them.
+            thinking: think before the answer; None for the chat template's own default, or not to
+                think where there is none.
+            reasoning_effort: how thorough the thinking is, which it turns on: "low", "high" or
+                "max", for V4.1 also 1 to 100; "none" turns it off.
+            continue_final_message: go on with the last message, an assistant's, instead of
+                answering it; None: wherever the last message is an assistant's text.
+            chat_template_kwargs: further names for the chat template.
+            dialogue: the caches of the turns before, see ``dialogue``; None to read all messages.
             **options: as for ``generate``.
 
-        Raises:
-            ConfigError: the checkpoint has no chat template, or it refuses the messages.
-        """
-        return self.generate([self.chat_prompt(messages)], **options)[0]
+        Returns:
+            The answer: ``text``, and apart from it ``reasoning`` and ``tool_calls``. An answer
+            that is not in the format is text.
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a dialogue up to where the next answer begins; see ``chat``."""
-        if self._template is None:
-            self._template = ChatTemplate.from_dir(self._directory)
-        return self.tokenizer.encode(self._template.render(messages), leading=False)
+        Raises:
+            ConfigError: the chat template refuses the messages, or there is none and the tokenizer
+                lacks tokens that the format needs.
+            ValueError: messages, tools or options that cannot be meant.
+        """
+        answer = self.stream_chat(
+            messages,
+            tools=tools,
+            thinking=thinking,
+            reasoning_effort=reasoning_effort,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+            dialogue=dialogue,
+            **options,
+        )
+        for _ in answer:
+            pass
+        return answer.result
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | int | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        dialogue: Dialogue | None = None,
+        **options: Any,
+    ) -> ChatAnswer:
+        """Answer a dialogue, part by part: thinking and text apart, as they come.
+
+        Args:
+            messages: as for ``chat``; so are the other arguments.
+            tools: functions that may be called.
+            thinking: think before the answer.
+            reasoning_effort: how thorough the thinking is.
+            continue_final_message: go on with the last message.
+            chat_template_kwargs: further names for the chat template.
+            dialogue: the caches of the turns before.
+            **options: as for ``generate``.
+
+        Returns:
+            An iterator over parts, each with ``kind`` ("reasoning" or "text") and ``text``; its
+            ``result`` is the whole answer behind the last part.
+        """
+        asked = self._asked(**options)
+        chat = ChatOptions(
+            tools, thinking, reasoning_effort, continue_final_message, chat_template_kwargs or {}
+        )
+        written = self._written(messages, chat)
+        if dialogue is None:
+            ids = tuple(self.tokenizer.encode(written.text, leading=False))
+            request = self._request("0", ids, asked)
+            engine = self.engine([request])
+        else:
+            ids = dialogue.encode(written.text)
+            request = self._request("0", ids, asked)
+            check_request(request, self.config)
+            engine = dialogue.engine(request)
+        return ChatAnswer(
+            engine,
+            request,
+            self.tokenizer,
+            prompt=written.text,
+            thinks=written.thinks,
+            stop=asked.stop,
+            dialogue=dialogue,
+        )
+
+    def dialogue(self) -> Dialogue:
+        """Caches for one dialogue, so that each turn reads what is new; see ``chat``."""
+        return Dialogue(self.model, self.tokenizer, self._options, ends=self._ends)
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return frozenset(self.config.eos_token_ids) | frozenset(self.defaults.eos_token_ids)
+
+    def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | int | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a dialogue up to where the next answer begins; arguments as for ``chat``."""
+        chat = ChatOptions(
+            tools, thinking, reasoning_effort, continue_final_message, chat_template_kwargs or {}
+        )
+        return self.tokenizer.encode(self._written(messages, chat).text, leading=False)
+
+    def _written(self, messages: Messages, options: ChatOptions) -> ChatText:
+        if self._chat_format is None:
+            self._chat_format = chat_format(
+                self._directory, self.config.family.encoding, self.tokenizer
+            )
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self._chat_format.write(messages, options)
 
     def _asked(
         self,
@@ -246,14 +352,13 @@ class LLM:
             top_k=said.top_k if top_k is None else top_k,
             min_p=said.min_p if min_p is None else min_p,
         )
-        ends = frozenset(self.config.eos_token_ids) | frozenset(said.eos_token_ids)
         return _Asked(
             max_new_tokens=max_new_tokens
             if max_new_tokens is not None
             else said.max_new_tokens or _NEW_TOKENS,
             sampling=sampling,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_ids=frozenset() if ignore_eos else ends,
+            stop_ids=frozenset() if ignore_eos else self._ends,
         )
 
     def _request(self, name: str, prompt: Prompt, asked: _Asked) -> Request:
