@@ -53,7 +53,7 @@ def conformance_jobs() -> None:
 
 
 def device_report() -> None:
-    assert write_report(Path("report.zip").absolute(), [["--version"]])
+    assert write_report(Path("report.zip").absolute(), [["doctor", "--help"]])
 
 
 def python_child() -> None:

@@ -38,7 +38,10 @@ def test_text_is_streamed_and_reported(tiny, tmp_path):
     assert entry["finish_reason"] == "length"
     assert entry["text"] == tokenizer.decode(entry["token_ids"])
     assert result.stdout == entry["text"] + "\n"
-    assert result.stderr == ""  # progress bars are for terminals
+    # Progress bars are for terminals.
+    assert re.fullmatch(
+        r"9 tokens, \d+\.\d tokens/s \(prompt: (\d+) new of \1, \d+\.\d tokens/s\)\n", result.stderr
+    )
     assert set(entry["timings"]) == {"waiting_s", "prefill_s", "decode_s", "total_s"}
     assert set(report["timings"]) == {"load_s", "run_s"}
     assert report["acceptance_rate"] is None
@@ -236,7 +239,7 @@ def test_text_that_is_not_utf8(tiny, tmp_path):
         (r'{"prompt": "a\ud800"}', "a string holds half of a surrogate pair"),
         ('{"token_ids": "abc"}', '"token_ids" must be a list of integers, got str'),
         ('{"token_ids": [1, true]}', '"token_ids" must hold integers, got True'),
-        ('{"token_ids": [1, 258]}', "unknown token id 258, the vocabulary has 258"),
+        ('{"token_ids": [1, 272]}', "unknown token id 272, the vocabulary has 272"),
         ('{"token_ids": [-1]}', "unknown token id -1"),
         ('{"token_ids": []}', "the prompt is empty"),
         ('{"prompt": "a", "best_of": 5}', "unknown key 'best_of', known are frequency_penalty, id"),
@@ -248,7 +251,7 @@ def test_text_that_is_not_utf8(tiny, tmp_path):
         ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "does not fit in 64 bits"),
         ("[" * 100_000, "nested more than 64 deep"),
         ('{"prompt": ' * 100_000, "nested more than 64 deep"),
-        ('{"token_ids": [2147483647]}', "unknown token id 2147483647, the vocabulary has 258"),
+        ('{"token_ids": [2147483647]}', "unknown token id 2147483647, the vocabulary has 272"),
         ('{"token_ids": [2147483648]}', "unknown token id 2147483648"),
         ('{"token_ids": [4294967296]}', "unknown token id 4294967296"),
         (r'{"prompt": "\ud800"}', "half of a surrogate pair"),

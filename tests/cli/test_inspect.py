@@ -80,7 +80,7 @@ def test_a_dspark_drafter_is_explained(tiny_dspark: Path, tmp_path: Path) -> Non
     assert report["dspark"] == {
         "stages": 3,
         "block_size": 5,
-        "noise_token_id": 257,
+        "noise_token_id": 271,
         "target_layer_ids": [0, 1, 2],
         "taps_at_entry": False,
         "markov_rank": 16,
@@ -92,7 +92,7 @@ def test_a_dspark_drafter_is_explained(tiny_dspark: Path, tmp_path: Path) -> Non
     lines = inspect("--checkpoint", tiny_dspark).stdout
     assert "ratios 0,4,128; DSpark drafter of 3 stages; experts 8\n" in lines
     assert (
-        "drafts blocks of 5 tokens (noise token 257) from the streams behind layers 0, 1, 2; "
+        "drafts blocks of 5 tokens (noise token 271) from the streams behind layers 0, 1, 2; "
         "Markov rank 16, a confidence head; " in lines
     )
 

@@ -64,7 +64,7 @@ def test_one_token_has_no_score(tiny, tmp_path):
         ('{"tokens": [1]}', 'tokens.json: "token_ids" must be a list of integers, got NoneType'),
         ("[1, 2.5]", 'tokens.json: "token_ids" must hold integers, got 2.5'),
         ("[]", "the prompt is empty"),
-        ("[1, 99999]", "unknown token id 99999, the vocabulary has 258"),
+        ("[1, 99999]", "unknown token id 99999, the vocabulary has 272"),
         (json.dumps([1] * 65537), "the prompt has 65537 tokens, max_position_embeddings is 65536"),
         (None, "tokens.json: No such file or directory"),
     ],

@@ -15,7 +15,7 @@ TOKENS = 97
 _SMALL: dict[str, Any] = {
     "weights": "bf16", "hidden": 96, "heads": 4, "o_groups": 2, "o_lora": 32, "q_lora": 64,
     "index_heads": 8, "index_topk": 6, "experts": 16, "experts_per_token": 4, "moe_size": 64,
-    "window": 16,
+    "window": 16, "vocab": 258,
 }  # fmt: skip
 
 

@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
     "another rank": (
         lambda t: None,
         {"dspark_markov_rank": 32},
-        r"mtp.2.markov_head.markov_w1.weight is BF16 \[258, 24\], must be .* \[258, 32\]",
+        r"mtp.2.markov_head.markov_w1.weight is BF16 \[272, 24\], must be .* \[272, 32\]",
     ),
     "fewer taps": (
         lambda t: None,

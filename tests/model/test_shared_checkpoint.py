@@ -89,7 +89,8 @@ def test_images_are_left_alone_and_named(
     assert _generate(directory) == _generate(checkpoint)
     asked = ["--checkpoint", str(directory), "--prompt", "The", "--max-new-tokens", "1"]
     told = CliRunner().invoke(generate, asked)
-    assert (told.exit_code, told.stderr) == (0, line)
+    assert told.exit_code == 0
+    assert told.stderr.startswith(line)
 
 
 def test_prompts_with_images_are_refused(checkpoint: Path, tmp_path: Path) -> None:

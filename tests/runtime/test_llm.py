@@ -122,6 +122,17 @@ def test_a_dialogue_is_answered(llm) -> None:
     going_on = llm.chat(messages, max_new_tokens=20, temperature=0, ignore_eos=True)
     assert going_on.finish_reason == "length"
     assert going_on.token_ids[: len(done.token_ids)] == done.token_ids
+    assert (done.reasoning, done.tool_calls) == ("", ())
+    parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    assert llm.chat(parts, max_new_tokens=20, temperature=0) == done
+    assert llm.chat(text, max_new_tokens=20, temperature=0) == done
+    streamed = llm.stream_chat(messages, max_new_tokens=20, temperature=0)
+    with pytest.raises(RuntimeError, match="the answer has not ended"):
+        streamed.result  # noqa: B018
+    assert "".join(part.text for part in streamed) == done.text
+    assert streamed.result == done
+    begun = [*messages, {"role": "assistant", "content": "4821"}]
+    assert llm.chat(begun, max_new_tokens=20, temperature=0).text == done.text[4:] == "93."
 
 
 @pytest.mark.parametrize(
@@ -457,5 +468,7 @@ def test_a_checkpoint_without_a_template_generates_all_the_same(tmp_path) -> Non
             shutil.copy(path, tmp_path)
     plain = LLM(tmp_path, dtype="fp32", device="cpu")
     assert len(plain.generate(PROMPT, max_new_tokens=3).token_ids) == 3
-    with pytest.raises(ConfigError, match="has no chat template"):
+    # It was trained with a template of its own, and has no tokens for thinking.
+    lacking = "has no chat template, and its tokenizer lacks .*: <think>, </think>$"
+    with pytest.raises(ConfigError, match=lacking):
         plain.chat([{"role": "user", "content": "hello"}])

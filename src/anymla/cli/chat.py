@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import click
 
 from anymla.cli import commands
-from anymla.cli.bad_input import bad_input
+from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.manners import on_terminal
 from anymla.cli.run_options import RunOptions, run_options
 from anymla.cli.sampling_options import AskedSampling, sampling_options
-from anymla.cli.terminal import held_stderr, say
+from anymla.cli.speed import say_speed
+from anymla.cli.terminal import escaped, held_stderr, say
+from anymla.model.answers import Part
 from anymla.model.drafts import DRAFTS, Drafts
 from anymla.ops.registry import BackendUnavailable
+from anymla.runtime.dialogue import ChatAnswer
+from anymla.runtime.generation import Generation
 from anymla.runtime.llm import LLM
+
+_NEW_TOKENS, _NEW_TOKENS_THINKING = 256, 8192
+_EXIT = ("/exit", "/quit", "/bye")
+_HELP = ("/help", "/?")
+_COMMANDS = "/reset forgets the dialogue, /exit ends it (so does Ctrl-D), Ctrl-C ends an answer"
+# A word behind a slash and nothing else; a path or a sentence is a message.
+_COMMAND = re.compile(r"/(\?|[A-Za-z]+)")
 
 
 @commands.command(
@@ -29,8 +46,18 @@ from anymla.runtime.llm import LLM
     "-n",
     "--max-new-tokens",
     type=int,
-    help="Of an answer.  [default: what generation_config.json says, else 256; fewer where the "
-    "context ends before]",
+    help="Most tokens of an answer.  [default: what generation_config.json says, else "
+    f"{_NEW_TOKENS}, with thinking {_NEW_TOKENS_THINKING}; fewer where the context ends before]",
+)
+@click.option(
+    "--thinking/--no-thinking",
+    default=None,
+    help="Think before an answer.  [default: as the chat template says, without one: do not]",
+)
+@click.option(
+    "--reasoning-effort",
+    metavar="LEVEL",
+    help="Think so thoroughly: low, high or max; for V4.1 also 1 to 100.",
 )
 @sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
@@ -47,13 +74,18 @@ def command(
     run: RunOptions,
     system: str | None,
     max_new_tokens: int | None,
+    thinking: bool | None,
+    reasoning_effort: str | None,
     asked: AskedSampling,
     stop: tuple[str, ...],
     drafts: Drafts,
 ) -> None:
     """Talk with a checkpoint: each line of stdin is a message, each answer is streamed to stdout.
 
-    Messages are written as the checkpoint's chat template says. Ends with the input (Ctrl-D).
+    Messages are written as the checkpoint's chat template says, without one as DeepSeek-V4 and V4.1
+    are trained. Thinking is dimmed on a terminal; elsewhere it goes to stderr, where a line after
+    each answer says how fast it was. Ctrl-C ends an answer, and the program where it waits for a
+    message. /reset forgets the dialogue, /exit or the end of the input (Ctrl-D) ends.
     """
     with bad_input(), held_stderr():
         llm = LLM(
@@ -68,33 +100,62 @@ def command(
             progress=on_terminal(),
         )
         asked.sampling(llm.defaults)
-        llm.new_tokens = 256
-    messages = [] if system is None else [{"role": "system", "content": system}]
+    thinks = thinking or reasoning_effort not in (None, "none")
+    llm.new_tokens = _NEW_TOKENS_THINKING if thinks else _NEW_TOKENS
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "thinking": thinking,
+        "reasoning_effort": _effort(reasoning_effort),
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repetition_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "seed": asked.seed,
+        "stop": stop,
+    }
+    begin = [] if system is None else [{"role": "system", "content": system}]
+    messages: list[dict[str, Any]] = list(begin)
+    dialogue = llm.dialogue()
+    if sys.stdin.isatty() and on_terminal():
+        click.echo(_COMMANDS, err=True)
     while line := _ask():
+        if _COMMAND.fullmatch(line):
+            if line in _EXIT:
+                return
+            if line == "/reset":
+                messages = list(begin)
+            elif line not in _HELP:
+                click.echo(f"no command {line}: {_COMMANDS}", err=True)
+            else:
+                click.echo(_COMMANDS, err=True)
+            continue
         messages.append({"role": "user", "content": line})
-        with bad_input():
-            prompt = llm.chat_prompt(messages)
-            answer = llm.stream(
-                prompt,
-                max_new_tokens=max_new_tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                min_p=asked.min_p,
-                repetition_penalty=asked.repetition_penalty,
-                presence_penalty=asked.presence_penalty,
-                frequency_penalty=asked.frequency_penalty,
-                seed=asked.seed,
-                stop=stop,
-            )
-            parts = [next(answer, "")]  # what it refuses, it refuses here
-        say(parts[0], nl=False)
-        with bad_input((BackendUnavailable, FloatingPointError)):
-            for part in answer:
-                parts.append(part)
-                say(part, nl=False)
-        say("")
-        messages.append({"role": "assistant", "content": "".join(parts)})
+        try:
+            with bad_input():
+                answer = llm.stream_chat(messages, dialogue=dialogue, **options)
+        except BadInput as error:
+            if not sys.stdin.isatty():
+                raise
+            error.show()  # another message may do
+            messages.pop()
+            continue
+        with _interrupts(answer.stop), bad_input((BackendUnavailable, FloatingPointError)):
+            _show(answer)
+        said = answer.result
+        if said.token_ids:
+            messages.append(_message(said))
+        else:  # interrupted before the first token: as if it had not been asked
+            messages.pop()
+        if answer.completion is not None:
+            cut = said.finish_reason == "length"
+            say_speed(answer.completion, ", cut by --max-new-tokens" if cut else "")
+
+
+def _effort(given: str | None) -> str | int | None:
+    return int(given) if given is not None and given.isdecimal() else given
 
 
 def _ask() -> str:
@@ -105,3 +166,71 @@ def _ask() -> str:
         line = sys.stdin.readline()
         if not line or line.strip():
             return line.strip()
+
+
+def _show(answer: ChatAnswer) -> None:
+    """Print an answer as it comes, its thinking apart, and its tool calls a line each."""
+    shown = _Shown()
+    for part in answer:
+        shown.part(part)
+    shown.end()
+    for call in answer.result.tool_calls:
+        function = call["function"]
+        say(f"{function['name']}({function['arguments']})")
+
+
+class _Shown:
+    """An answer on the screen."""
+
+    def __init__(self) -> None:
+        self._dims = sys.stdout.isatty()
+        self._kind = ""
+
+    def part(self, part: Part) -> None:
+        """Print a piece; thinking dimmed, or to stderr where stdout is no terminal."""
+        if part.kind != self._kind:
+            self._leave(part.kind)
+        if part.kind == "text":
+            say(part.text, nl=False)
+        elif self._dims:
+            click.echo(click.style(escaped(part.text), dim=True), nl=False, color=True)
+        else:
+            click.echo(escaped(part.text) if on_terminal() else part.text, nl=False, err=True)
+
+    def end(self) -> None:
+        """End the line."""
+        self._leave("")
+        say("")
+
+    def _leave(self, kind: str) -> None:
+        if self._kind == "reasoning":
+            click.echo("\n" if self._dims and kind else "", err=not self._dims)
+        self._kind = kind
+
+
+def _message(said: Generation) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": said.text}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["tool_calls"] = list(said.tool_calls)
+    return message
+
+
+@contextlib.contextmanager
+def _interrupts(stop: Callable[[], None]) -> Iterator[None]:
+    """Call ``stop`` for the first Ctrl-C; the second one ends the program, as everywhere else."""
+    usual = signal.default_int_handler
+    if signal.getsignal(signal.SIGINT) is not usual:  # whoever started the program ignores it
+        yield
+        return
+
+    def first(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, usual)
+        stop()
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)

@@ -18,6 +18,7 @@ from anymla.cli.manners import on_terminal
 from anymla.cli.prompts import RequestDefaults, RequestReader
 from anymla.cli.run_options import RunOptions, json_option, run_options
 from anymla.cli.sampling_options import AskedSampling, sampling_options
+from anymla.cli.speed import say_speed, say_speed_of_all
 from anymla.cli.terminal import held_stderr, say
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import DRAFTS, Drafts
@@ -122,7 +123,7 @@ def command(
     """Continue a prompt, or a batch of them, with a DeepSeek-V4 or V4.1 checkpoint.
 
     The text of one prompt is streamed to stdout; of a batch, each text appears when it is finished,
-    after its id in brackets.
+    after its id in brackets. A line on stderr says how fast it was.
     """
     if [prompt, prompt_file, batch].count(None) != 2:
         raise BadInput("give exactly one of --prompt, --prompt-file and --batch")
@@ -172,6 +173,7 @@ def command(
     with bad_input((BackendUnavailable, FloatingPointError)):
         alone, show = batch is None, json_file != STANDARD
         results = _run(engine, requests, tokenizer, stop, alone=alone, show=show)
+    ran = time.perf_counter() - loaded
     if json_file is not None and not model.ranks.rank:
         report = {
             "options": run.as_dict() | {"drafts": drafts, "draft_tokens": guessed},
@@ -180,10 +182,16 @@ def command(
             "cache_bytes": engine.store.nbytes,
             "timings": {
                 "load_s": loaded - began,
-                "run_s": time.perf_counter() - loaded,
+                "run_s": ran,
             },
         }
         write_text(json_file, json.dumps(report, indent=1) + "\n")
+    if not model.ranks.rank:
+        done = [each for each, _ in results]
+        if alone:
+            say_speed(done[0])
+        else:
+            say_speed_of_all(done, ran)
 
 
 def _given(path: Path | None) -> Path:

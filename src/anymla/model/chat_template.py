@@ -59,14 +59,28 @@ class ChatTemplate:
         Raises:
             ConfigError: there is none, or it cannot be read.
         """
+        found = cls.find(directory)
+        if found is None:
+            raise ConfigError(f"{directory}: has no chat template")
+        return found
+
+    @classmethod
+    def find(cls, directory: str | Path) -> ChatTemplate | None:
+        """Read what ``from_dir`` does; None for a checkpoint without a chat template.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
         directory = Path(directory)
         try:
             config = read_tokenizer_config(directory)
         except TokenizerError as error:
             raise ConfigError(str(error)) from None
         sources = _of_files(directory) or _of_config(config.get("chat_template"))
-        if not sources or max(map(len, sources.values())) > _LARGEST:
-            raise ConfigError(f"{directory}: has no chat template")
+        if not sources:
+            return None
+        if max(map(len, sources.values())) > _LARGEST:
+            raise ConfigError(f"{directory}: its chat template has more than {_LARGEST} characters")
         return cls(sources, named_tokens(config))
 
     def render(

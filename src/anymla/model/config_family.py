@@ -30,6 +30,7 @@ class Family:
             them.
         markov_tables: names of the tables of a drafter's Markov head.
         image_tokens: ids that stand for an image in a prompt of a model with ``vision_n_layers``.
+        encoding: name of the format that dialogues are written in where there is no chat template.
     """
 
     norms_heads: bool = True
@@ -46,6 +47,7 @@ class Family:
     taps_at_entry: bool = False
     markov_tables: tuple[str, str] = ("markov_w1", "markov_w2")
     image_tokens: tuple[int, ...] = ()
+    encoding: str = "deepseek_v4"
 
 
 FAMILIES = {
@@ -65,6 +67,7 @@ FAMILIES = {
         has_mtp=False,
         taps_at_entry=True,
         markov_tables=("embed", "head"),
+        encoding="deepseek_v41",
     ),
 }
 

@@ -45,7 +45,7 @@ def local_checkpoint(source: str | Path, *, weights: bool = True) -> Path:
         import huggingface_hub  # noqa: F401
     except ImportError:
         raise ConfigError(
-            f"{missing}checkpoints of the Hub need huggingface_hub: pip install 'anymla[hub]'"
+            f"{missing}checkpoints of the Hub need huggingface_hub: pip install huggingface-hub"
         ) from None
     wanted = [*_DESCRIBING, _WEIGHTS] if weights else [*_DESCRIBING]
     found = _snapshot(name, revision, wanted, fetch=False)

@@ -85,7 +85,7 @@ def load_model(
         directory: with ``config.json`` and safetensors in DeepSeek's layout.
         dtype: of the activations: bfloat16 or float32, by torch's dtype or its name, or "auto"
             (``activation_dtype``). In float32, weights are decoded exactly and activations are
-            never quantised.
+            never quantised; as in ``torch.float64``, which is for comparisons.
         device: where weights and activations live.
         backend: backend asked of every operation; None for the best.
         ranks: the processes that share the model; each loads its own part.
@@ -99,7 +99,9 @@ def load_model(
             many ranks; ``ConfigError`` or ``CheckpointError`` for what the directory lacks.
         NotEnoughMemory: the device has too little for it; nothing has been read.
     """
-    dtype = activation_dtype(dtype, directory)
+    if dtype != torch.float64:
+        dtype = activation_dtype(dtype, directory)
+    assert isinstance(dtype, torch.dtype)
     config = ModelConfig.from_dir(directory, drafts=drafts != "off")
     checkpoint = Checkpoint.open(directory)
     if not ranks.rank and sys.stderr is not None:

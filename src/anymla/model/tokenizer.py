@@ -122,9 +122,23 @@ class Tokenizer:
         stream = self.stream()
         return "".join([stream.push(token) for token in token_ids]) + stream.finish()
 
-    def stream(self) -> TextStream:
-        """A decoder for ids that arrive one at a time."""
-        return TextStream(self._bytes)
+    def stream(self, shown: Iterable[str] = ()) -> TextStream:
+        """A decoder for ids that arrive one at a time.
+
+        Args:
+            shown: special tokens that are written out where they come.
+        """
+        spelled = {
+            token_id: token.encode()
+            for token in shown
+            if (token_id := self.token_id(token)) is not None
+        }
+        return TextStream(self._bytes | spelled)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling, or None."""
+        token_id: int | None = self._inner.token_to_id(token)
+        return token_id
 
 
 class TextStream:

@@ -71,11 +71,12 @@ class BlockTable:
         max_requests = len(tables) - 1
         self._first = [0] * max_requests
         self._pages: list[deque[int]] = [deque() for _ in range(max_requests)]
+        self._kept: list[dict[int, int]] = [{} for _ in range(max_requests)]
         self._changes: dict[tuple[int, int], int] = {}
 
     def held(self, row: int) -> dict[int, int]:
-        """Column -> page of every page that ``row`` holds."""
-        return dict(enumerate(self._pages[row], self._first[row]))
+        """Column -> page of every page that ``row`` holds, those laid aside included."""
+        return self._kept[row] | dict(enumerate(self._pages[row], self._first[row]))
 
     def extend(self, row: int, length: int) -> None:
         """Take pages until the complete entries of ``length`` tokens have a place."""
@@ -85,13 +86,20 @@ class BlockTable:
             pages.append(page)
             self._changes[row, column] = page
 
-    def slide(self, row: int, confirmed: int) -> None:
+    def slide(self, row: int, confirmed: int, kept_at: int | None = None) -> None:
         """Return the pages that tokens at ``confirmed`` and later do not read, or never take them.
 
         The latter where a row begins in the middle, its tokens having been computed elsewhere.
+
+        Args:
+            row: the request's row.
+            confirmed: tokens that are final.
+            kept_at: a length that ``rewind`` may go back to; pages that tokens from there on read
+                are laid aside. None for no such length.
         """
         obsolete = self.group.obsolete_pages(confirmed)
-        self._drop_before(row, obsolete)
+        kept = range(0) if kept_at is None else self._columns_read(kept_at)
+        self._drop_before(row, obsolete, kept)
         if not self._pages[row]:
             self._first[row] = max(self._first[row], obsolete)
 
@@ -99,6 +107,36 @@ class BlockTable:
         """Return every page of ``row``."""
         self._drop_before(row, self._first[row] + len(self._pages[row]))
         self._first[row] = 0
+        for page in self._kept[row].values():
+            self.pool.put_back(page)
+        self._kept[row].clear()
+
+    def can_rewind(self, row: int, length: int) -> bool:
+        """True if ``row`` still holds every page that tokens at ``length`` and later read."""
+        return self.held(row).keys() >= set(self._columns_read(length))
+
+    def rewind(self, row: int, length: int) -> None:
+        """Go back, or stay, at ``length`` tokens; pages that are not read from there are returned.
+
+        Args:
+            row: the request's row.
+            length: a length that ``can_rewind``.
+        """
+        held = self.held(row)
+        read = self._columns_read(length)
+        for column, page in held.items():
+            if column not in read:
+                self.pool.put_back(page)
+                self._changes[row, column] = NULL_PAGE
+        for column in read:
+            self._changes[row, column] = held[column]
+        self._kept[row].clear()
+        self._pages[row] = deque(held[column] for column in read)
+        self._first[row] = read.start
+
+    def _columns_read(self, length: int) -> range:
+        """Columns with entries of the first ``length`` tokens that later tokens read."""
+        return range(self.group.obsolete_pages(length), self.group.pages(length))
 
     def rows(self, rows: Tensor, max_seq_len: int) -> Tensor:
         """Tables of a step's requests.
@@ -147,11 +185,15 @@ class BlockTable:
         """Columns that requests of this length need, in steps of ``_COLUMN_STEP``."""
         return min(self._columns, _in_steps(ceil_div(max_seq_len, self.group.tokens_per_page)))
 
-    def _drop_before(self, row: int, column: int) -> None:
+    def _drop_before(self, row: int, column: int, kept: range = range(0)) -> None:
         pages = self._pages[row]
         while pages and self._first[row] < column:
-            self.pool.put_back(pages.popleft())
-            self._changes[row, self._first[row]] = NULL_PAGE
+            page, first = pages.popleft(), self._first[row]
+            if first in kept:
+                self._kept[row][first] = page
+            else:
+                self.pool.put_back(page)
+            self._changes[row, first] = NULL_PAGE
             self._first[row] += 1
 
 

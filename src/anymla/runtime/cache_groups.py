@@ -87,6 +87,12 @@ class CacheGroup:
         run = self.retention - 1 + step_tokens
         return min(self.pages(length), ceil_div(run - 1, self.page_size) + 1)
 
+    def kept_pages(self) -> int:
+        """Most pages that are laid aside for going back to an earlier length."""
+        if self.retention is None or self.retention == 1:
+            return 0
+        return ceil_div(self.retention - 2, self.page_size) + 1
+
 
 def cache_groups(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
     """Derive the groups of a model's layers, draft layers included if they run.

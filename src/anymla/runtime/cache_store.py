@@ -120,7 +120,40 @@ class CacheStore:
     def slide(self, state: RequestState) -> None:
         """Return the pages behind every window of the request's confirmed length."""
         for table in self.tables.values():
-            table.slide(state.row, state.computed)
+            table.slide(state.row, state.computed, state.kept_at)
+
+    def can_rewind(self, state: RequestState, length: int) -> bool:
+        """True if a request could go on behind its first ``length`` tokens."""
+        return all(table.can_rewind(state.row, length) for table in self.tables.values())
+
+    def take_over(
+        self, kept: RequestState, state: RequestState, needs: Mapping[str, int], length: int
+    ) -> bool:
+        """Give a request the row of one that has ended, with the caches of their common tokens.
+
+        Args:
+            kept: the request that has ended; it has no row afterwards.
+            state: the request that begins.
+            needs: its worst case of pages by group.
+            length: common tokens; ``can_rewind`` must hold for them.
+
+        Returns:
+            False if its worst case is not free; then nothing has changed.
+        """
+        reserved = self._reservations[kept.row]
+        more = {name: pages - reserved[name] for name, pages in needs.items()}
+        if not all(self.pools[name].can_reserve(pages) for name, pages in more.items()):
+            return False
+        for name, pages in more.items():
+            self.tables[name].rewind(kept.row, length)
+            if pages > 0:
+                self.pools[name].reserve(pages)
+            else:
+                self.pools[name].cancel(-pages)
+        self._reservations[kept.row] = dict(needs)
+        state.row, kept.row = kept.row, -1
+        state.computed = state.cached = length
+        return True
 
     def release(self, state: RequestState) -> None:
         """Return the request's row, pages and reservations."""

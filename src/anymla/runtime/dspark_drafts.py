@@ -61,7 +61,7 @@ class DSparkDrafter:
         row = 0
         for span in spans:
             firsts.append(len(rows))
-            start = max(span.start, span.state.prompt_length - self._blocks.window)
+            start = max(span.start, span.state.drafted_from - self._blocks.window)
             count = len(span.token_ids)
             rows += range(row + max(0, start - span.start), row + count)
             row += count

@@ -6,20 +6,23 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, TypeAlias, Unpack, overload
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from anymla.model.chat import ChatFormat, ChatOptions, ChatText, chat_format
 from anymla.model.config import ModelConfig
 from anymla.model.drafts import Drafts
-from anymla.model.generation import ChatTemplate, GenerationDefaults
+from anymla.model.generation import GenerationDefaults
 from anymla.model.hub import local_checkpoint
 from anymla.model.load import activation_dtype, load_model
 from anymla.model.tokenizer import Tokenizer
 from anymla.runtime.devices import named_device
+from anymla.runtime.dialogue import ChatAnswer, Dialogue
 from anymla.runtime.engine import Engine
+from anymla.runtime.generation import Generation
 from anymla.runtime.generation_options import (
     GenerationOptions,
     checked_options,
@@ -27,36 +30,15 @@ from anymla.runtime.generation_options import (
 )
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.prompts import Array, Prompt, read_messages, read_prompts
-from anymla.runtime.request import Completion, FinishReason, Request, default_new_tokens
+from anymla.runtime.request import Completion, Request, check_request, default_new_tokens
 from anymla.runtime.sampler import Sampling, sampling_of
 from anymla.runtime.stop_text import StopText
 from anymla.runtime.threads import threads_for, weights_per_token
 
+__all__ = ["LLM", "Generation", "Prompt"]
+
+Messages: TypeAlias = "str | Sequence[Mapping[str, Any]]"
 _NEW_TOKENS = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """A text that was generated.
-
-    Attributes:
-        text: without the prompt, and without the stop string.
-        token_ids: the tokens generated, a stop token included; of a stop string, up to the token
-            that completes it.
-        logprobs: of these tokens, before temperature and restrictions.
-        finish_reason: "stop" after a stop token or string, else "length".
-        prompt_token_ids: the prompt.
-        drafted: draft tokens that were verified.
-        accepted: those that were right.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    prompt_token_ids: tuple[int, ...]
-    drafted: int
-    accepted: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +88,7 @@ class LLM:
             model: a directory with ``config.json``, ``tokenizer.json`` and safetensors, and if
                 wanted ``generation_config.json`` and a chat template; or a checkpoint's name on
                 the Hugging Face Hub, ``owner/name`` or ``owner/name@revision``, which is taken from
-                its cache or fetched (``anymla[hub]``).
+                its cache or fetched (with huggingface_hub installed).
             device: where it runs; None or "auto" for the accelerator if there is one, else the CPU.
             dtype: activations: "bf16" or "fp32", torch's dtypes and their names, or "auto" for what
                 ``config.json`` says, of these two.
@@ -152,7 +134,7 @@ class LLM:
         if self.defaults.unapplied_line is not None:
             tqdm.write(self.defaults.unapplied_line, file=sys.stderr)
         self._directory = directory
-        self._template: ChatTemplate | None = None
+        self._chat_format: ChatFormat | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -256,27 +238,149 @@ class LLM:
 
     @options_by_name
     def chat(
-        self, messages: str | Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | int | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        dialogue: Dialogue | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Generation:
-        """Answer a dialogue, written as the checkpoint's chat template says.
+        """Answer a dialogue.
+
+        It is written as the checkpoint's chat template says; without one, as DeepSeek-V4 or V4.1
+        was trained on dialogues. Code that lies beside a checkpoint is never run.
 
         Args:
-            messages: each with "role" ("system", "user" or "assistant") and "content"; or a text,
-                which is one message of the user's.
+            messages: each with "role" ("system", "user", "assistant" or "tool") and "content", a
+                string or a list of parts of type "text". An assistant's may hold "tool_calls" in
+                place of content, and "reasoning_content" or "reasoning"; a tool's names the call
+                that it answers in "tool_call_id". A text alone is one message of the user's.
+            tools: functions that may be called, as the OpenAI API lists them.
+            thinking: think before the answer; None for the chat template's own default, or not to
+                think where there is none.
+            reasoning_effort: how thorough the thinking is, which it turns on: "low", "high" or
+                "max", for V4.1 also 1 to 100; "none" turns it off.
+            continue_final_message: go on with the last message, an assistant's, instead of
+                answering it; None: wherever the last message is an assistant's text.
+            chat_template_kwargs: further names for the chat template.
+            dialogue: the caches of the turns before, see ``dialogue``; None to read all messages.
             **options: see ``GenerationOptions``.
 
-        Raises:
-            ConfigError: the checkpoint has no chat template, or it refuses the messages.
-        """
-        return self.generate([self.chat_prompt(messages)], **options)[0]
+        Returns:
+            The answer: ``text``, and apart from it ``reasoning`` and ``tool_calls``. An answer
+            that is not in the format is text.
 
-    def chat_prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a dialogue up to where the next answer begins; see ``chat``."""
-        messages = read_messages(messages)
-        if self._template is None:
-            self._template = ChatTemplate.from_dir(self._directory)
-        text = self._template.render(messages)
-        return self.tokenizer.encode(text, leading=False, most=self.config.max_position_embeddings)
+        Raises:
+            ConfigError: the chat template refuses the messages, or there is none and the tokenizer
+                lacks tokens that the format needs.
+            ValueError: messages, tools or options that cannot be meant.
+        """
+        answer = self.stream_chat(
+            messages,
+            tools=tools,
+            thinking=thinking,
+            reasoning_effort=reasoning_effort,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+            dialogue=dialogue,
+            **options,
+        )
+        for _ in answer:
+            pass
+        return answer.result
+
+    @options_by_name
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | int | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        dialogue: Dialogue | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> ChatAnswer:
+        """Answer a dialogue, part by part: thinking and text apart, as they come.
+
+        Args:
+            messages: as for ``chat``; so are the other arguments.
+            tools: functions that may be called.
+            thinking: think before the answer.
+            reasoning_effort: how thorough the thinking is.
+            continue_final_message: go on with the last message.
+            chat_template_kwargs: further names for the chat template.
+            dialogue: the caches of the turns before.
+            **options: see ``GenerationOptions``.
+
+        Returns:
+            An iterator over parts, each with ``kind`` ("reasoning" or "text") and ``text``; its
+            ``result`` is the whole answer behind the last part.
+        """
+        asked = self._asked(**checked_options(options))
+        chat = ChatOptions(
+            tools, thinking, reasoning_effort, continue_final_message, chat_template_kwargs or {}
+        )
+        written = self._written(messages, chat)
+        if dialogue is None:
+            ids = self._encode(written.text)
+            request = self._request("0", ids, asked)
+            engine = self.engine([request])
+        else:
+            ids = dialogue.encode(written.text)
+            request = self._request("0", ids, asked)
+            check_request(request, self.config)
+            engine = dialogue.engine(request)
+        return ChatAnswer(
+            engine,
+            request,
+            self.tokenizer,
+            prompt=written.text,
+            thinks=written.thinks,
+            stop=asked.stop,
+            dialogue=dialogue,
+        )
+
+    def dialogue(self) -> Dialogue:
+        """Caches for one dialogue, so that each turn reads what is new; see ``chat``."""
+        return Dialogue(self.model, self.tokenizer, self._options, ends=self._ends)
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return frozenset(self.config.eos_token_ids) | frozenset(self.defaults.eos_token_ids)
+
+    def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | int | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a dialogue up to where the next answer begins; arguments as for ``chat``."""
+        chat = ChatOptions(
+            tools, thinking, reasoning_effort, continue_final_message, chat_template_kwargs or {}
+        )
+        return list(self._encode(self._written(messages, chat).text))
+
+    def _encode(self, dialogue: str) -> tuple[int, ...]:
+        most = self.config.max_position_embeddings
+        return tuple(self.tokenizer.encode(dialogue, leading=False, most=most))
+
+    def _written(self, messages: Messages, options: ChatOptions) -> ChatText:
+        if self._chat_format is None:
+            self._chat_format = chat_format(
+                self._directory, self.config.family.encoding, self.tokenizer
+            )
+        return self._chat_format.write(read_messages(messages), options)
 
     def _asked(
         self,
@@ -307,7 +411,6 @@ class LLM:
                 "frequency_penalty": frequency_penalty,
             },
         )
-        ends = frozenset(self.config.eos_token_ids) | frozenset(said.eos_token_ids)
         return _Asked(
             max_new_tokens=max_new_tokens
             if max_new_tokens is not None
@@ -315,7 +418,7 @@ class LLM:
             is_length_given=max_new_tokens is not None,
             sampling=sampling,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_ids=frozenset() if ignore_eos else ends,
+            stop_ids=frozenset() if ignore_eos else self._ends,
         )
 
     def _request(self, name: str, prompt: str | Sequence[int], asked: _Asked) -> Request:

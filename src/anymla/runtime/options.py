@@ -42,6 +42,8 @@ class EngineOptions:
             shared expert beside the routed ones. None: for as few rows as gain by it.
         pages: usable pages by cache group, for groups that shall not have the default size.
             The default lets ``max_requests`` requests of ``max_seq_len`` run at once.
+        keep_caches: when a request ends, its caches stay for one whose prompt begins with the same
+            tokens, which are not computed again; they go when their place is needed.
     """
 
     kv_cache: str = "fp8"
@@ -56,6 +58,7 @@ class EngineOptions:
     run_ahead: bool = True
     side_stream: bool | None = None
     pages: Mapping[str, int] | None = None
+    keep_caches: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (

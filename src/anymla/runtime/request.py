@@ -81,6 +81,7 @@ class Completion:
         drafted: draft tokens that were verified.
         accepted: those that were right.
         timings: of the request.
+        cached: leading tokens of the prompt whose cache rows were there already.
     """
 
     request: Request
@@ -91,6 +92,7 @@ class Completion:
     drafted: int
     accepted: int
     timings: Timings
+    cached: int = 0
 
     def cut(self, count: int) -> Completion:
         """The same with its first tokens only, as it ends where its text does: with "stop"."""
@@ -112,6 +114,8 @@ class RequestState:
             newest token.
         drafts: guesses at the tokens after ``tokens``, not yet verified.
         row: row in the block tables, -1 before admission.
+        cached: leading tokens whose cache rows were there at admission.
+        kept_at: a length that a later request can go on behind, if the caches are kept; else None.
         logprobs: of the generated tokens.
         prompt_logprobs: of the prompt tokens after the first, as far as computed.
         finish_reason: None until finished.
@@ -124,6 +128,8 @@ class RequestState:
         self.computed = 0
         self.drafts: list[int] = []
         self.row = -1
+        self.cached = 0
+        self.kept_at: int | None = None
         self.logprobs: list[float] = []
         self.prompt_logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
@@ -141,6 +147,11 @@ class RequestState:
     def is_prefill(self) -> bool:
         """Whether prompt tokens remain to be computed."""
         return self.computed < self.prompt_length
+
+    @property
+    def drafted_from(self) -> int:
+        """First position that drafts can be made for, now or by a request that goes on here."""
+        return self.prompt_length if self.kept_at is None else self.kept_at
 
     @property
     def generated(self) -> list[int]:
@@ -209,6 +220,7 @@ class RequestState:
             drafted=self.drafted,
             accepted=self.accepted,
             timings=self.timings,
+            cached=self.cached,
         )
 
 

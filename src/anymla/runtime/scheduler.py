@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request, RequestState
 from anymla.runtime.sizing import pages_needed
 from anymla.runtime.span import Span, decode_span
+
+# Templates end a prompt with a few tokens that depend on how it is to be answered (whether to
+# think), so that the next prompt of a dialogue differs there.
+_KEPT_BEFORE_END = 16
 
 
 class Scheduler:
@@ -21,11 +26,13 @@ class Scheduler:
     Attributes:
         waiting: submitted, not admitted.
         running: admitted, in that order.
+        kept: ended, but with their caches, the oldest first.
     """
 
     def __init__(self, store: CacheStore, options: EngineOptions) -> None:
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
+        self.kept: list[RequestState] = []
         self._store = store
         self._options = options
 
@@ -60,22 +67,54 @@ class Scheduler:
         return bool(self.waiting) and self._store.has_room(self._needs(self.waiting[0].request))
 
     def finish(self, state: RequestState) -> None:
-        """Drop a request; return its row and pages if it has any."""
+        """Drop a request; return its row and pages if it has any, unless caches are kept."""
         if state in self.waiting:
             self.waiting.remove(state)
             return
         self.running.remove(state)
-        self._store.release(state)
+        if self._options.keep_caches and state.computed:
+            self.kept.append(state)
+        else:
+            self._store.release(state)
 
     def _admit(self) -> bool:
         if not self.waiting:
             return False
         state = self.waiting[0]
-        if not self._store.admit(state, self._needs(state.request)):
-            return False
+        needs = self._needs(state.request)
+        if not self._take_over(state, needs):
+            while not self._store.admit(state, needs):
+                if not self.kept:
+                    return False
+                self._store.release(self.kept.pop(0))
+        if self._options.keep_caches:
+            state.kept_at = max(0, state.prompt_length - _KEPT_BEFORE_END)
         self.running.append(self.waiting.popleft())
         state.timings.started = time.perf_counter()
         return True
+
+    def _take_over(self, state: RequestState, needs: Mapping[str, int]) -> bool:
+        """Begin behind the tokens that a request which has ended has in common with this one."""
+        if state.request.prompt_logprobs:  # every token has to run
+            return False
+        lengths = [self._common(each, state) for each in self.kept]
+        length = max(lengths, default=0)
+        if not length:
+            return False
+        kept = self.kept[lengths.index(length)]
+        if not self._store.take_over(kept, state, needs, length):
+            return False
+        self.kept.remove(kept)
+        return True
+
+    def _common(self, kept: RequestState, state: RequestState) -> int:
+        """Most tokens of a request that has ended which this one can go on behind."""
+        # The last token of a prompt runs in any case: the next one is chosen behind it.
+        most = min(kept.computed, len(state.tokens) - 1)
+        pairs = zip(kept.tokens[:most], state.tokens[:most], strict=True)
+        same = next((place for place, (a, b) in enumerate(pairs) if a != b), most)
+        lengths = [same] if kept.kept_at is None else [same, min(same, kept.kept_at)]
+        return next((each for each in lengths if self._store.can_rewind(kept, each)), 0)
 
     def _needs(self, request: Request) -> dict[str, int]:
         return pages_needed(self._store.groups, request, self._options)

@@ -57,10 +57,25 @@ def pages_needed(
     groups: Sequence[CacheGroup], request: Request, options: EngineOptions
 ) -> dict[str, int]:
     """Most pages by group that a request holds at once."""
-    step_tokens = options.step_tokens(len(request.token_ids))
     return {
-        group.name: group.worst_case_pages(request.max_written, step_tokens) for group in groups
+        group.name: _most_pages(group, request.max_written, len(request.token_ids), options)
+        for group in groups
     }
+
+
+def _most_pages(group: CacheGroup, length: int, prompt: int, options: EngineOptions) -> int:
+    """Most pages of one group that a request of ``length`` tokens holds at once.
+
+    Args:
+        group: the cache group.
+        length: tokens that reach the caches.
+        prompt: tokens of the request's prompt.
+        options: the engine's sizes.
+    """
+    pages = group.worst_case_pages(length, options.step_tokens(prompt))
+    if options.keep_caches:
+        pages = min(group.pages(length), pages + group.kept_pages())
+    return pages
 
 
 def pool_sizes(groups: Sequence[CacheGroup], options: EngineOptions) -> dict[str, int]:
@@ -69,9 +84,9 @@ def pool_sizes(groups: Sequence[CacheGroup], options: EngineOptions) -> dict[str
     Raises:
         ValueError: pages for a group that the model does not have.
     """
-    step_tokens = options.step_tokens(options.max_seq_len)
+    longest = options.max_seq_len
     sizes = {
-        group.name: options.max_requests * group.worst_case_pages(options.max_seq_len, step_tokens)
+        group.name: options.max_requests * _most_pages(group, longest, longest, options)
         for group in groups
     }
     given: Mapping[str, int] = options.pages or {}

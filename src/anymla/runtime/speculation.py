@@ -191,7 +191,7 @@ def final_tokens(span: Span, window: int) -> Span | None:
     """The part of a span that turned out final and that a drafter must see, each with the next id.
 
     A draft sees the window only, so that older tokens of a prompt are never read; nor is anything
-    of a request that is not going to be drafted for.
+    of a request that is not going to be drafted for, unless its caches are kept.
 
     Args:
         span: of a step just run.
@@ -202,9 +202,10 @@ def final_tokens(span: Span, window: int) -> Span | None:
         follow each of its positions; None for nothing.
     """
     state = span.state
-    start = max(span.start, state.prompt_length - window)
+    start = max(span.start, state.drafted_from - window)
     stop = min(span.stop, state.computed)
-    if start >= stop or state.finish_reason is not None or state.remaining <= 1:
+    ends = state.finish_reason is not None or state.remaining <= 1
+    if start >= stop or (ends and state.kept_at is None):
         return None
     return Span(state, start, state.tokens[start + 1 : stop + 1], span.is_decode)
 

@@ -12,7 +12,7 @@ from anymla.formats.nvfp4 import NVFP4_BLOCK
 from anymla.model.config import EngramConfig, ModelConfig
 from anymla.model.schema import expected_linears, expected_plain
 from anymla.model.token_map import normalised_tokens
-from anymla.testing.tiny_tokenizer import MIN_VOCAB, tiny_tokenizer
+from anymla.testing.tiny_tokenizer import CHAT_VOCAB, MIN_VOCAB, tiny_tokenizer
 
 WEIGHTS = ("bf16", "fp8", "fp4", "nvfp4")
 SCALE_FORMATS = ("ue8m0", "fp32")
@@ -131,7 +131,7 @@ class TinyOptions:
     markov_rank: int = 32
     draft_experts: int = 0
     draft_experts_per_token: int = 0
-    vocab: int = MIN_VOCAB
+    vocab: int = CHAT_VOCAB
     nvfp4_attention: bool = False
     scale_format: str = "ue8m0"
     shards: int = 1

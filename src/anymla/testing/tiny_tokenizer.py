@@ -8,18 +8,22 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
+from anymla.model.encoding import BOS, EOS, MARKS
 from anymla.model.tokenizer import byte_letters
 
-BOS = "<｜begin▁of▁sentence｜>"
-EOS = "<｜end▁of▁sentence｜>"
 SPECIAL = (BOS, EOS)
 MIN_VOCAB = len(SPECIAL) + 256
+# The other tokens that dialogues are written with, behind the bytes.
+_CHAT_MARKS = tuple(mark for mark in MARKS if mark not in SPECIAL)
+# With one reserved token, which no text holds.
+CHAT_VOCAB = MIN_VOCAB + len(_CHAT_MARKS) + 1
 
 
 def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    Ids 0 and 1 are the two special tokens, 2 + b is byte b, reserved special tokens fill the rest.
+    Ids 0 and 1 are the two special tokens, 2 + b is byte b. Behind them are the tokens that
+    dialogues are written with, as far as they fit; reserved special tokens fill the rest.
 
     Args:
         directory: where.
@@ -32,12 +36,14 @@ def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
 def tiny_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
     """What ``write_tokenizer`` writes."""
     letters = byte_letters()
-    reserved = [f"<|reserved_{n}|>" for n in range(vocab_size - MIN_VOCAB)]
-    names = [*SPECIAL, *letters, *reserved]
+    more = vocab_size - MIN_VOCAB
+    reserved = [f"<|reserved_{n}|>" for n in range(more - len(_CHAT_MARKS))]
+    behind = [*_CHAT_MARKS, *reserved][:more]
+    names = [*SPECIAL, *letters, *behind]
     inner = tokenizers.Tokenizer(
         models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[])
     )
-    inner.add_special_tokens([AddedToken(name, special=True) for name in (*SPECIAL, *reserved)])
+    inner.add_special_tokens([AddedToken(name, special=True) for name in (*SPECIAL, *behind)])
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.post_processor = processors.TemplateProcessing(
