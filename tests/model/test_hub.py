@@ -188,7 +188,7 @@ def test_without_the_library_a_name_says_how_to_install_it(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"need huggingface_hub: pip install 'anymla\[hub\]'$"):
+    with pytest.raises(ConfigError, match=r"need huggingface_hub: pip install huggingface-hub$"):
         local_checkpoint(NAME)
     assert local_checkpoint("nowhere") == Path("nowhere")
 
@@ -224,4 +224,6 @@ def test_a_program_finds_the_cache_by_its_environment(cache: Path) -> None:
         [*command, *COMMANDS["generate"]], env=environment, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert "tokens/s" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
