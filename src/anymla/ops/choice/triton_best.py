@@ -17,22 +17,27 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
-from anymla.ops.choice.config import choose_config
+from anymla.ops.choice.config import ChoiceConfig, choose_config
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
-_INT64_MAX = tl.constexpr(torch.iinfo(torch.int64).max)
+# More parts of a row in one warp's registers would spill.
+_PARTS_OF_A_WARP = 1024
+_NO_TOKEN = tl.constexpr(torch.iinfo(torch.int32).max)
 
 
 @triton.jit
 def largest(values, tokens, axis: tl.constexpr):
-    """The largest of some values and the lowest of its tokens; a NaN is larger than all."""
+    """The largest of some values and the lowest of its tokens; a NaN is larger than all.
+
+    Tokens are of either type of integer, below the largest int32.
+    """
     is_nan = values != values
     numbers = tl.where(is_nan, float("-inf"), values)
     best = tl.max(numbers, axis, keep_dims=True)
     has_nan = tl.max(is_nan.to(tl.int32), axis, keep_dims=True) > 0
     is_best = tl.where(has_nan, is_nan, numbers == best)
-    token = tl.min(tl.where(is_best, tokens, _INT64_MAX), axis, keep_dims=True)
+    token = tl.min(tl.where(is_best, tokens, _NO_TOKEN), axis, keep_dims=True)
     return tl.where(has_nan, float("nan"), best), token
 
 
@@ -63,7 +68,7 @@ def chunk_kernel(
         gdc_launch_dependents()
     given = tl.load(logits + row * row_stride + at, at < vocab, other=float("-inf"))
     given = given.to(tl.float32)
-    best, token = largest(given, at.to(tl.int64), 0)
+    best, token = largest(given, at, 0)
     part = row * tl.num_programs(0) + tl.program_id(0) + tl.arange(0, 1)
     tl.store(values + part, best)
     tl.store(tokens + part, token)
@@ -83,33 +88,41 @@ def product_kernel(
     row_stride,
     ROWS: tl.constexpr,
     K: tl.constexpr,
-    K_2: tl.constexpr,
+    K_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of ROWS rows; grid: chunks, groups of rows. WIDE products are float32's."""
+    """One chunk of ROWS rows; grid: chunks, groups of rows. WIDE products are float32's.
+
+    16-bit weights are one tile, which is read before the rows of x are there.
+    """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    k = tl.arange(0, K_2)
+    k = tl.arange(0, K_TILE)
     here = (at < vocab)[None, :]
+    there = (row < rows)[:, None]
     of_weight = weight + at.to(tl.int64)[None, :] * K + k[:, None]
-    if K == K_2:
-        factor = tl.load(of_weight, here, other=0.0)
+    of_x = x + row[:, None] * K + k[None, :]
+    if WIDE:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        term = tl.zeros((ROWS, CHUNK), tl.float32)
+        for first in tl.range(0, K, K_TILE):
+            inside = first + k < K
+            given = tl.load(of_x + first, there & inside[None, :], other=0.0).to(tl.float32)
+            factor = tl.load(of_weight + first, here & inside[:, None], other=0.0).to(tl.float32)
+            term += tl.dot(given, factor, input_precision="ieee")
     else:
         factor = tl.load(of_weight, here & (k < K)[:, None], other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    there = (row < rows)[:, None]
-    given = tl.load(x + row[:, None] * K + k[None, :], there & (k < K)[None, :], other=0.0)
-    if WIDE:
-        term = tl.dot(given.to(tl.float32), factor.to(tl.float32), input_precision="ieee")
-    else:
-        term = tl.dot(given, factor)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        term = tl.dot(tl.load(of_x, there & (k < K)[None, :], other=0.0), factor)
     added = logits + row.to(tl.int64)[:, None] * row_stride + at[None, :]
     total = tl.load(added, there & here, other=float("-inf")).to(tl.float32) + term
-    best, token = largest(total, at.to(tl.int64)[None, :], 1)
+    best, token = largest(total, at[None, :], 1)
     part = row[:, None].to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(values + part, best, there)
     tl.store(tokens + part, token, there)
@@ -136,7 +149,7 @@ def merge_kernel(
         gdc_wait()
         gdc_launch_dependents()
     each = tl.load(values + part, chunk < CHUNKS, other=float("-inf"))
-    of_each = tl.load(tokens + part, chunk < CHUNKS, other=_INT64_MAX)
+    of_each = tl.load(tokens + part, chunk < CHUNKS, other=_NO_TOKEN)
     sums = tl.load(log_sums + part, chunk < CHUNKS, other=float("-inf"))
     best, token = largest(each, of_each, 0)
     out = row + tl.arange(0, 1)
@@ -156,7 +169,7 @@ def best_logits(
         x is not None and weight is not None and not (x.dtype == weight.dtype and x.itemsize == 2)
     )
     rank = 0 if x is None else x.shape[1]
-    config = choose_config(rows, vocab, rank, target_of(device))
+    config = choose_config(vocab, rank, wide, target_of(device))
     chunks = cdiv(vocab, config.chunk)
     values, log_sums = torch.empty((2, rows, chunks), device=device).unbind()
     tokens = torch.empty((rows, chunks), dtype=torch.int64, device=device)
@@ -168,8 +181,7 @@ def best_logits(
     if x is None or weight is None:
         _chunks(shape, config.chunk, config.num_warps, device)(logits, values, tokens, log_sums)
     else:
-        launch = _products(shape, rank, config.rows, config.chunk, config.num_warps, wide,
-                           weight.is_contiguous(), device)  # fmt: skip
+        launch = _products(shape, rank, config, wide, weight.is_contiguous(), device)
         launch(logits, x.contiguous(), weight.contiguous(), values, tokens, log_sums)
     _merge(rows, chunks, device)(values, tokens, log_sums, best_values, best_tokens, total)
     return best_values, best_tokens, total
@@ -195,9 +207,7 @@ def _chunks(
 def _products(
     shape: tuple[int, int, int],
     rank: int,
-    group: int,
-    chunk: int,
-    num_warps: int,
+    config: ChoiceConfig,
     wide: bool,
     pdl: bool,
     device: torch.device,
@@ -206,27 +216,28 @@ def _products(
     rows, vocab, stride = shape
     return PreparedLaunch(
         product_kernel,
-        (cdiv(vocab, chunk), cdiv(rows, group)),
+        (cdiv(vocab, config.chunk), cdiv(rows, config.rows)),
         rows,
         vocab,
         stride,
-        ROWS=group,
+        ROWS=config.rows,
         K=rank,
-        K_2=max(16, triton.next_power_of_2(rank)),
-        CHUNK=chunk,
+        K_TILE=config.k_tile,
+        CHUNK=config.chunk,
         WIDE=wide,
-        num_warps=num_warps,
+        num_warps=config.num_warps,
         **(pdl_launch(device) if pdl else {"PDL": False}),
     )
 
 
 @functools.lru_cache(LAUNCHES)
 def _merge(rows: int, chunks: int, device: torch.device) -> PreparedLaunch:
+    padded = triton.next_power_of_2(chunks)
     return PreparedLaunch(
         merge_kernel,
         (rows,),
         CHUNKS=chunks,
-        CHUNKS_2=triton.next_power_of_2(chunks),
-        num_warps=1,
+        CHUNKS_2=padded,
+        num_warps=max(1, min(padded // _PARTS_OF_A_WARP, 8)),
         **pdl_launch(device),
     )
