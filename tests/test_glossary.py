@@ -75,7 +75,7 @@ def test_the_words_are_the_fields() -> None:
     files = [
         path
         for path in (
-            *PACKAGE.rglob("*.py"),
+            *(ROOT / "src").rglob("*.py"),
             *(ROOT / "docs").rglob("*.md"),
             *ROOT.glob("*.md"),
         )

@@ -17,7 +17,7 @@ from anymla.ops.device import TARGETS
 from anymla.ops.sparse_attention import gluon_sm90_windows_launch as launcher
 from anymla.runtime import workspaces
 from anymla.runtime.device_step import Batch, BatchSizes, Reads, device_step
-from anymla.testing.gluon import run as run_kernel
+from crossrun.hopper import run as run_kernel
 
 SMALL = {
     "hidden_size": 256,

@@ -1,4 +1,4 @@
-"""Hopper's score kernel on a CPU, see ``anymla.testing.gluon``: its arguments, and its warps.
+"""Hopper's score kernel on a CPU, see ``crossrun.hopper``: its arguments, and its warps.
 
 Without layouts nobody knows which thread has which key, so that a warpgroup gives a buffer back at
 once.
@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from anymla.ops.indexer import gluon_sm90_scores
 from anymla.ops.indexer.config import GROUP, padded_entries
-from anymla.testing.gluon import Descriptor, Machine
+from crossrun.hopper import Descriptor, Machine
 
 H, PAGE, WARPS = 64, 64, 4
 

@@ -1,4 +1,4 @@
-"""Hopper's selecting kernel on a CPU, see ``anymla.testing.gluon``.
+"""Hopper's selecting kernel on a CPU, see ``crossrun.hopper``.
 
 Its threads have neighbours, as lanes of inline PTX have there.
 """
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from anymla.ops.indexer.config import GROUP
 from anymla.ops.indexer.gluon_sm90_topk import topk_kernel
-from anymla.testing.gluon import run
+from crossrun.hopper import run
 
 
 def rows_of(kind, rows, covered):

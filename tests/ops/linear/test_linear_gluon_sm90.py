@@ -18,8 +18,8 @@ from anymla.ops.linear.gluon_sm90_gemm import (
     warp_split_n_kernel,
 )
 from anymla.ops.linear.shapes import MODELS, V41_FLASH
-from anymla.testing.gluon import Descriptor, run
 from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
+from crossrun.hopper import Descriptor, run
 
 # Of a run: four instructions of 32 products, of values whose sizes are alike (docs/numerics.md).
 FP8_SUMS = Bound(2 * (128 / 32) ** 0.5 * 2.0**-13, "2 * sqrt(128 / 32) * 2^-13, FP8 instructions")

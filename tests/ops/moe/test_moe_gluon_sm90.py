@@ -1,4 +1,4 @@
-"""Hopper's grouped GEMMs on the host: the kernel's own text, see ``anymla.testing.gluon``."""
+"""Hopper's grouped GEMMs on the host: the kernel's own text, see ``crossrun.hopper``."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from anymla.ops.moe import config, experts
 from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
 from anymla.ops.moe.triton_align import align_and_quantize
 from anymla.ops.registry import Support
-from anymla.testing.gluon import run
 from anymla.testing.tolerance import assert_close, assert_identical, ulps
+from crossrun.hopper import run
 
 E, K, D, I = 4, 2, 512, 512  # noqa: E741
 LIMIT = 1.5

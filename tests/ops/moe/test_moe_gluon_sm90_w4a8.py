@@ -1,4 +1,4 @@
-"""Hopper's W4A8 GEMMs on the host: the kernel's own text, see ``anymla.testing.gluon``."""
+"""Hopper's W4A8 GEMMs on the host: the kernel's own text, see ``crossrun.hopper``."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from anymla.ops.moe.gluon_sm90_w4a8_gemm import WINDOW, w4a8_gemm_kernel
 from anymla.ops.moe.inputs import ExpertTensors
 from anymla.ops.moe.triton_sort_quantize import align_closely, quantize_pairs
 from anymla.ops.registry import Support
-from anymla.testing.gluon import Descriptor, run
 from anymla.testing.tolerance import assert_close, assert_identical, ulps
+from crossrun.hopper import Descriptor, run
 
 D, I = 512, 512  # noqa: E741
 LIMIT = 1.5

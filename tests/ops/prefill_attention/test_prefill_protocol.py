@@ -22,8 +22,8 @@ from anymla.ops.prefill_attention import gluon_sm90_prefill as prefill_module
 from anymla.ops.prefill_attention.gathered import named_rows
 from anymla.ops.prefill_attention.gluon_sm90_prefill import prefill_kernel
 from anymla.ops.sparse_attention import sparse_attention_rows
-from anymla.testing.gluon import Deadlock, Descriptor, Hazard
-from anymla.testing.gluon import run as run_kernel
+from crossrun.hopper import Deadlock, Descriptor, Hazard
+from crossrun.hopper import run as run_kernel
 
 _LOG2E = 1.4426950408889634
 

@@ -1,4 +1,4 @@
-"""The text of the Hopper kernels, run on a CPU against float64: see ``anymla.testing.gluon``."""
+"""The text of the Hopper kernels, run on a CPU against float64: see ``crossrun.hopper``."""
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import plan_work_kern
 from anymla.ops.sparse_attention.triton_combine import AttentionOut, Partials, combine
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
-from anymla.testing.gluon import Descriptor
-from anymla.testing.gluon import run as run_kernel
 from anymla.testing.tolerance import accumulation, assert_close
+from crossrun.hopper import Descriptor
+from crossrun.hopper import run as run_kernel
 
 CHANNELS = 512
 LIFTED = get_layout(MAIN_FP8).nope

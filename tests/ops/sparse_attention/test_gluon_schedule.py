@@ -26,7 +26,7 @@ from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import (
     split_at,
     work_range,
 )
-from anymla.testing.gluon import Machine
+from crossrun.hopper import Machine
 
 MACHINE = Machine(seed=None)
 LISTS, WORK_RANGE, SPLIT_AT = (MACHINE.function(each) for each in (Lists, work_range, split_at))

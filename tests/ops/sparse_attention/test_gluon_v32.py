@@ -16,8 +16,8 @@ from anymla.ops.sparse_attention.gluon_sm90_launch import schedule_constants
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
 from anymla.testing.device_bridge import on_device
-from anymla.testing.gluon import Descriptor
-from anymla.testing.gluon import run as run_kernel
+from crossrun.hopper import Descriptor
+from crossrun.hopper import run as run_kernel
 
 CHANNELS, VALUES = 576, 512
 

@@ -19,8 +19,8 @@ from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.sparse_attention import gluon_sm90_windows as module
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.gluon_sm90_windows import windows_kernel
-from anymla.testing.gluon import Deadlock, Descriptor, Hazard
-from anymla.testing.gluon import run as run_kernel
+from crossrun.hopper import Deadlock, Descriptor, Hazard
+from crossrun.hopper import run as run_kernel
 
 LAYOUT = get_layout(MAIN_FP8)
 LOG2E = 1.4426950408889634

@@ -11,11 +11,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from anymla.testing.gluon import ptx
-from anymla.testing.gluon.errors import Hazard
-from anymla.testing.gluon.kinds import BOOL, FLOAT32, INT32, Kind, kind_of
-from anymla.testing.gluon.shared_memory import Barriers, Shared
-from anymla.testing.gluon.values import (
+from crossrun.hopper import ptx
+from crossrun.hopper.errors import Hazard
+from crossrun.hopper.kinds import BOOL, FLOAT32, INT32, Kind, kind_of
+from crossrun.hopper.shared_memory import Barriers, Shared
+from crossrun.hopper.values import (
     ANY_LAYOUT,
     Value,
     as_value,
@@ -25,7 +25,7 @@ from anymla.testing.gluon.values import (
 )
 
 if TYPE_CHECKING:
-    from anymla.testing.gluon.machine import Machine
+    from crossrun.hopper.machine import Machine
 
 _LAYOUTS = (
     "AutoLayout", "BlockedLayout", "CoalescedLayout", "DistributedLinearLayout",

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.language.nvidia import hopper
 
-from anymla.testing.gluon.errors import Hazard, NotModelled
-from anymla.testing.gluon.kinds import kind_of_torch
-from anymla.testing.gluon.shared_memory import Barriers, Shared
-from anymla.testing.gluon.values import Value, as_value
+from crossrun.hopper.errors import Hazard, NotModelled
+from crossrun.hopper.kinds import kind_of_torch
+from crossrun.hopper.shared_memory import Barriers, Shared
+from crossrun.hopper.values import Value, as_value
 
 if TYPE_CHECKING:
-    from anymla.testing.gluon.machine import Machine
+    from crossrun.hopper.machine import Machine
 
 # Bytes that a box's innermost coordinate is a multiple of; else an instruction is illegal.
 _TMA_STEP = 16

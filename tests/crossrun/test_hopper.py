@@ -8,12 +8,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-import gluon_example as example
+import hopper_example as example
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from anymla.testing.gluon import (
+from crossrun.hopper import (
     Deadlock,
     Descriptor,
     Hazard,

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anymla.testing.gluon.errors import Hazard, NotModelled
-from anymla.testing.gluon.kinds import FLOAT32, INT32, Kind, kind_of, pointer_to
-from anymla.testing.gluon.shared_memory import Barrier
-from anymla.testing.gluon.values import Value, as_value, saturated_e4m3
+from crossrun.hopper.errors import Hazard, NotModelled
+from crossrun.hopper.kinds import FLOAT32, INT32, Kind, kind_of, pointer_to
+from crossrun.hopper.shared_memory import Barrier
+from crossrun.hopper.values import Value, as_value, saturated_e4m3
 
 if TYPE_CHECKING:
-    from anymla.testing.gluon.machine import Machine
+    from crossrun.hopper.machine import Machine
 
 _WARP = 32
 # What has no effect here: hints, what orders a warp's or a grid's threads, and what takes time.

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from anymla.testing.gluon.errors import Hazard
-from anymla.testing.gluon.kinds import Kind, kind_of
-from anymla.testing.gluon.order import Access, Actor, Clock
-from anymla.testing.gluon.values import Type, Value
+from crossrun.hopper.errors import Hazard
+from crossrun.hopper.kinds import Kind, kind_of
+from crossrun.hopper.order import Access, Actor, Clock
+from crossrun.hopper.values import Type, Value
 
 if TYPE_CHECKING:
-    from anymla.testing.gluon.cta import Cta
+    from crossrun.hopper.cta import Cta
 
 Place = tuple[Any, ...]
 

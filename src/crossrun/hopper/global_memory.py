@@ -7,9 +7,9 @@ import bisect
 import torch
 from torch import Tensor
 
-from anymla.testing.gluon.errors import Hazard
-from anymla.testing.gluon.kinds import Kind, kind_of_torch, pointer_to
-from anymla.testing.gluon.values import Value, as_value
+from crossrun.hopper.errors import Hazard
+from crossrun.hopper.kinds import Kind, kind_of_torch, pointer_to
+from crossrun.hopper.values import Value, as_value
 
 
 class GlobalMemory:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.testing.gluon.errors import Hazard
-from anymla.testing.gluon.kinds import (
+from crossrun.hopper.errors import Hazard
+from crossrun.hopper.kinds import (
     BOOL,
     E4M3,
     FLOAT32,

@@ -13,17 +13,17 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
-from anymla.testing.gluon.cta import Cta
-from anymla.testing.gluon.errors import NotModelled
-from anymla.testing.gluon.global_memory import GlobalMemory
-from anymla.testing.gluon.hopper import Descriptor, Hopper
-from anymla.testing.gluon.language import Constexpr, Language, loop
-from anymla.testing.gluon.ptx import RawShared
-from anymla.testing.gluon.values import Value, as_value
+from crossrun.hopper.cta import Cta
+from crossrun.hopper.errors import NotModelled
+from crossrun.hopper.global_memory import GlobalMemory
+from crossrun.hopper.language import Constexpr, Language, loop
+from crossrun.hopper.nvidia import Descriptor, Hopper
+from crossrun.hopper.ptx import RawShared
+from crossrun.hopper.values import Value, as_value
 
 
 class Machine:
-    """A CPU that runs Gluon kernels; see ``anymla.testing.gluon``.
+    """A CPU that runs Gluon kernels; see ``crossrun.hopper``.
 
     Attributes:
         memory: global memory.

@@ -1,6 +1,6 @@
 """A little pipeline on Hopper: one partition brings tiles by TMA, the other multiplies them.
 
-``docs/gluon-on-a-cpu.md`` shows it.
+``docs/crossrun/hopper.md`` shows it.
 """
 
 from triton.experimental import gluon

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from anymla.testing.gluon.errors import Deadlock, Hazard
-from anymla.testing.gluon.order import Access, Clock
-from anymla.testing.gluon.shared_memory import Barrier, Shared
+from crossrun.hopper.errors import Deadlock, Hazard
+from crossrun.hopper.order import Access, Clock
+from crossrun.hopper.shared_memory import Barrier, Shared
 
 
 class _Killed(BaseException):
