@@ -95,7 +95,7 @@ $(INTEL_READY): pyproject.toml constraints.txt constraints-intel.txt .ci/ocloc.s
 
 # Compiled programs are kept in the environment.
 test-intel: $(INTEL_READY)
-	ANYMLA_OCLOC=$(INTEL_VENV)/ocloc/ocloc $(INTEL_VENV)/bin/anymla bench build-matrix --first file --target xpu_bmg
+	ANYMLA_OCLOC=$(INTEL_VENV)/ocloc/ocloc $(INTEL_VENV)/bin/python -m lab build-matrix --first file --target xpu_bmg
 	@TRITON_INTERPRET=0 $(INTEL_VENV)/bin/python -c 'import sys; from anymla.testing.opencl import missing; sys.exit(missing() or None)'
 	TRITON_INTERPRET=0 ANYMLA_OPENCL_CACHE=$(INTEL_VENV)/opencl $(INTEL_VENV)/bin/python -m pytest tests/intel
 
@@ -121,21 +121,21 @@ imports: $(READY)
 check: lint types imports
 
 bench: $(READY)
-	$(BIN)/anymla bench cpu --json benchmarks/results/cpu.jsonl
+	$(BIN)/python -m lab cpu --json benchmarks/results/cpu.jsonl
 
 # Only what has changed since it was recorded is built again.
 build-matrix: $(READY)
-	$(BIN)/anymla bench build-matrix --json benchmarks/results/build_matrix.jsonl
+	$(BIN)/python -m lab build-matrix --json benchmarks/results/build_matrix.jsonl
 
 # One build of each file of kernels for one target of each kind: two to three minutes.
 build-subset: $(READY)
-	$(BIN)/anymla bench build-matrix --first file --target sm_80 --target sm_90 --target gfx942 --target gfx1201
+	$(BIN)/python -m lab build-matrix --first file --target sm_80 --target sm_90 --target gfx942 --target gfx1201
 
 report: $(READY)
-	$(BIN)/anymla bench report --output report.html
+	$(BIN)/python -m lab report --output report.html
 
 tables: $(READY)
-	$(BIN)/anymla bench report --svg docs/figures --figure headline --figure layer-parts $(foreach file,$(shell grep -rl --include=*.md -e ': begin -->' README.md docs),--tables $(file))
+	$(BIN)/python -m lab report --svg docs/figures --figure headline --figure layer-parts $(foreach file,$(shell grep -rl --include=*.md -e ': begin -->' README.md docs),--tables $(file))
 
 docs: $(READY)
 	@$(call pip,$(VENV),--constraint constraints.txt --editable '.[docs]')

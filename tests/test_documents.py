@@ -62,7 +62,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_files_that_are_named_exist(document) -> None:
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     for name in re.findall(
-        r"`((?:src|ops|formats|layers|runtime|bench|tests/ops)/[\w/]+\.py)`", text
+        r"`((?:src|ops|formats|layers|runtime|bench|lab|tests/ops)/[\w/]+\.py)`", text
     ):
         assert any((ROOT / under / name).exists() for under in ("", "src/anymla")), name
 

@@ -223,11 +223,11 @@ def test_the_cpu_has_one_name() -> None:
 
 
 def test_a_module_that_is_missing_is_one_line(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "anymla.bench.build_matrix", None)
+    monkeypatch.setitem(sys.modules, "lab.build_matrix", None)
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "anymla.bench.build_matrix")
+    monkeypatch.delitem(sys.modules, "lab.build_matrix")
     # Imported as an attribute of its package it would be found without its module.
-    monkeypatch.delattr("anymla.bench.build_matrix", raising=False)
+    monkeypatch.delattr("lab.build_matrix", raising=False)
     result = run("bench", "build-matrix", "--first", "file", "--target", "sm_90")
     is_one_line(result, 2, "this installation has no module triton")
 

@@ -10,16 +10,16 @@ from paged import LAYOUTS
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from anymla.bench.compiled import compiled  # noqa: E402
 from anymla.cli.main import main  # noqa: E402
 from anymla.formats.page_layout import get_layout  # noqa: E402
 from anymla.formats.triton_cast import fp32_to_e4m3, widen  # noqa: E402
-from anymla.ops._build import Build  # noqa: E402
 from anymla.ops.device import TARGETS  # noqa: E402
 from anymla.ops.kv_cache import quantize_and_insert_k_cache  # noqa: E402
 from anymla.ops.norm_rope import rms_norm  # noqa: E402
 from anymla.testing.opencl.runtime import OpenCLError  # noqa: E402
 from anymla.testing.tolerance import accumulation, assert_close, ulps  # noqa: E402
+from lab.build import Build  # noqa: E402
+from lab.compiled import compiled  # noqa: E402
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from anymla.ops._triton_launch import PreparedLaunch, cdiv
 from anymla.ops.compile_ahead import compiled_together
 from anymla.ops.device import INTERPRETED, TARGETS
 from anymla.testing.empty_kernels import empty_kernels
-from anymla.testing.launches import derived_families, pretended_device
+from lab.launches import derived_families, pretended_device
 
 assert not INTERPRETED
 
@@ -167,7 +167,7 @@ def test_operations_launch_again_what_they_launched(family: str) -> None:
     target = TARGETS["sm_90"]
     seen = Seen()
 
-    calls = importlib.import_module(f"anymla.ops.{family}.builds").calls
+    calls = importlib.import_module(f"lab.builds.{family}").calls
     with pretended_device(target), empty_kernels(seen.note):
         for label, call in calls(target):
             call()

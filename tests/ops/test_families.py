@@ -16,8 +16,6 @@ NAMED = re.compile(rf"anymla\.ops\.({'|'.join(FAMILIES)})\b")
 EXCEPTIONS = {
     # Portable prefill is attention over listed rows, called as the public operation that it is.
     "prefill_attention/gathered.py": {"sparse_attention"},
-    # That operation's kernel on Hopper is the one of prefill, which is built for its calls as well.
-    "prefill_attention/builds.py": {"sparse_attention"},
     "sparse_attention/interface.py": {"prefill_attention"},
 }
 

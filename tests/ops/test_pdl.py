@@ -25,7 +25,7 @@ _WRITES = ("store", "atomic", "copy", "async", "tma", "arrive")
 
 # In a process that does not interpret kernels.
 EARLY = """
-from anymla.bench.build_matrix import builds_of, kernel_modules
+from lab.build_matrix import builds_of, kernel_modules
 from anymla.ops.device import TARGETS
 for family in kernel_modules():
     for module, builds in builds_of(family, TARGETS["sm_90"]).items():

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from anymla.bench.models import engine_with, load, prompt, tiny
-from anymla.bench.timing import CountedCalls
 from anymla.ops.device import numba_problem
 from anymla.runtime.request import Request
 from anymla.testing.conformance.ops import all_operations
+from lab.models import engine_with, load, prompt, tiny
+from lab.timing import CountedCalls
 
 PROMPT_TOKENS, STEPS = 150, 8
 # Of four layers of ratios 0, 4, 128, 4: a usual step, and one whose token closes a window of 4.

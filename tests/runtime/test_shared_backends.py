@@ -35,7 +35,7 @@ from anymla.ops.registry import Operation
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
-from anymla.testing.launches import recorded_launches
+from lab.launches import recorded_launches
 
 directory, *cases = sys.argv[1:]
 resolve, packed, found, copied = Operation._resolve, Weights.packed, {}, []

@@ -71,7 +71,7 @@ def _traffic(engine, seed):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes interpreted kernels")
 def test_traffic_compiles_nothing_new(model):
     pytest.importorskip("triton")
-    from anymla.testing.launches import recorded_launches
+    from lab.launches import recorded_launches
 
     rng = random.Random(0)
     options = EngineOptions(

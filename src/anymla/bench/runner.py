@@ -10,20 +10,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from anymla.bench.environment import environment
 from anymla.bench.report import Result
 
-if TYPE_CHECKING:
-    from anymla.bench.peers import Peer
-
 Call = Callable[[], Any]
 Values = dict[str, Any]
 # What was asked of a row in words, and whether it was met; None where nothing was.
 Verdict = tuple[str, bool] | None
+
+
+class Versioned(Protocol):
+    """A library beside which something is timed."""
+
+    name: str
+
+    def version(self) -> str | None:
+        """Its release; None if the library does not say it."""
+        ...
 
 
 class Clock(Protocol):
@@ -165,7 +172,7 @@ def ceilings(clock: Clock, of: Collection[str] = ("copy", "product")) -> Iterato
         yield Result("device", "bf16 product 8192^3", {"tflops": clock.matmul_rate() / 1e12})
 
 
-def facts(command: str, device: Values, peers: Iterable[Peer] = ()) -> Values:
+def facts(command: str, device: Values, peers: Iterable[Versioned] = ()) -> Values:
     """Fields of every row of a command: machine, commit, versions, and the peers' versions."""
     return environment(command) | device | {peer.name: peer.version() for peer in peers}
 

@@ -1,95 +1,74 @@
-"""``anymla bench``: speed and memory of this machine, next to what else runs on it."""
+"""``anymla bench``: speed of this machine, and where measurements for makers of kernels went."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from pathlib import Path
 
 import click
-import torch
 
-from anymla.bench.cpu import parts
-from anymla.bench.decode import PeerMissing
-from anymla.bench.environment import environment
-from anymla.bench.report import append_rows, table
-from anymla.cli import (
-    bench_attention,
-    bench_experts,
-    bench_full_size,
-    bench_gpu,
-    bench_layer,
-    bench_linear,
-    bench_prefill,
-    bench_report,
-    bench_same_code,
-    bench_xpu,
-    commands,
-)
+import anymla
+from anymla.cli import commands
 from anymla.cli.bad_input import BadInput
-from anymla.cli.bench_rows import command_line, json_option
-from anymla.cli.run_options import threads_option
+from anymla.cli.bench_rows import LAB, json_option, measure, require_gpu, require_known
 
-_PARTS = ("machine", "attention", "packed", "selection", "decode", "context", "memory")
+# Commands of version 0.1.0 that ``python -m lab`` has now, from a checkout; until version 0.3.0.
+_OF_THE_LAB = (
+    "attention", "build-matrix", "cpu", "experts", "full-size", "indexer", "layer", "linear",
+    "model", "prefill", "report", "same-code", "traffic", "xpu-attention",
+)  # fmt: skip
 
 
-@commands.group(examples=["anymla bench cpu --quick", "anymla bench gpu"])
+@commands.group(examples=["anymla bench gpu --family attention"])
 def command() -> None:
-    """Measure speed and memory on this machine."""
+    """Measure speed on this machine."""
 
 
 @command.command(
-    examples=["anymla bench cpu --quick --part selection", "anymla bench cpu --json cpu.jsonl"]
+    examples=["anymla bench gpu --json gpu.jsonl", "anymla bench gpu --family attention"]
 )
 @json_option
-@click.option("--quick", is_flag=True, help="Fewer repetitions, shorter contexts.")
-@click.option(
-    "--part",
-    "chosen",
-    multiple=True,
-    type=click.Choice(_PARTS),
-    help="Only this part; may be given several times.",
-)
-@threads_option(text="CPU threads.", default=1, show_default=True)
-def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: int) -> None:
-    """Run the CPU suite: attention, packed weights, selection, a whole tiny model, context, memory.
+@click.option("--family", "chosen", multiple=True, help="Only this module of cases; repeatable.")
+def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
+    """Time the GPU kernels, against this device's own copy and product."""
+    from anymla.bench.gpu import cases, families
 
-    Everything is compared with something measured in the same process: matrix products, or
-    transformers on the same checkpoint. Ends with exit code 1 if a target is missed.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    measured = environment(command_line())
-    click.echo(f"{measured['cpu']}, {threads} thread(s), torch {measured['torch']}")
-    missed, left_out = False, []
-    for name, run in parts(quick).items():
-        if chosen and name not in chosen:
-            continue
-        try:
-            results = run()
-        except PeerMissing as missing:
-            click.echo(f"\n{name}: not measured: {missing}")
-            left_out.append(name)
-            continue
-        click.echo("\n" + "\n".join(table(results)))
-        missed |= any(result.met is False for result in results)
-        if json_file is not None:
-            append_rows(json_file, results, measured)
-    if left_out and set(left_out) >= set(chosen or _PARTS):
-        raise BadInput(f"--part {' --part '.join(left_out)}: nothing was measured")
-    if missed:
-        click.get_current_context().exit(1)
+    require_known("--family", chosen, families())
+    require_gpu(intel=True)
+    measure(
+        cases(list(chosen) or families()),
+        json_file,
+        ceilings=("copy", "product"),
+        failures_are_rows=True,
+    )
 
 
-command.add_command(bench_gpu.gpu)
-command.add_command(bench_gpu.indexer)
-command.add_command(bench_layer.layer)
-command.add_command(bench_layer.model)
-command.add_command(bench_full_size.full_size)
-command.add_command(bench_experts.experts)
-command.add_command(bench_linear.linear)
-command.add_command(bench_layer.traffic)
-command.add_command(bench_attention.attention)
-command.add_command(bench_prefill.prefill)
-command.add_command(bench_gpu.build_matrix)
-command.add_command(bench_same_code.same_code)
-command.add_command(bench_xpu.xpu_attention)
-command.add_command(bench_report.report)
+def _moved(name: str) -> click.Command:
+    """An old name of a command of the lab, which says the new one and runs it."""
+
+    @click.pass_context
+    def run(context: click.Context, words: tuple[str, ...]) -> None:
+        new = f"{LAB} {name}"
+        checkout = Path(anymla.__file__).parents[2]
+        if (checkout / "lab" / "__main__.py").is_file() and str(checkout) not in sys.path:
+            sys.path.insert(0, str(checkout))
+        if importlib.util.find_spec("lab") is None:
+            raise BadInput(f"it is now {new}, which a checkout of the repository has, not a wheel")
+        click.echo(f"anymla bench {name} is now {new}", err=True)
+        main: click.Group = importlib.import_module("lab.__main__").main
+        main.main([name, *words], prog_name=LAB)
+
+    return click.Command(
+        name,
+        callback=run,
+        params=[click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)],
+        hidden=True,
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True},
+    )
+
+
+for _name in _OF_THE_LAB:
+    command.add_command(_moved(_name))

@@ -18,9 +18,10 @@ from anymla.cli.bad_input import BadInput
 from anymla.cli.files import OutputFile
 
 if TYPE_CHECKING:
-    from anymla.bench.peers import Peer
-    from anymla.bench.runner import Case
+    from anymla.bench.runner import Case, Versioned
 
+# How the commands are called that a checkout has besides ``anymla bench``.
+LAB = "python -m lab"
 _CASE_WIDTH = 44
 _Case = TypeVar("_Case")
 
@@ -59,30 +60,30 @@ def require_gpu(*, intel: bool = False) -> None:
     if torch.cuda.is_available() or (intel and torch.xpu.is_available()):
         return
     if torch.xpu.is_available():
-        raise BadInput("needs CUDA; on Intel's GPUs there are bench gpu and doctor")
+        raise BadInput("needs CUDA; on Intel's GPUs there are anymla bench gpu and doctor")
     raise BadInput("torch sees no GPU on this machine")
 
 
-def require_peer(option: str, peer: Peer) -> None:
-    """Raise BadInput where a peer that was asked for is not here."""
-    support = peer.available()
-    if not support:
-        raise BadInput(f"{option}: {support.reason}")
-
-
 def command_line() -> str:
-    """What makes the rows again: file names without directories, and not where rows go."""
-    words, given = ["anymla"], iter(sys.argv[1:])
-    for word in given:
+    """The command that makes the rows again, with file names instead of paths and without --json.
+
+    It is a command of ``python -m lab`` where that runs, also by an old name of ``anymla bench``.
+    """
+    words, given = ["anymla"], sys.argv[1:]
+    context = click.get_current_context(silent=True)
+    if context is not None and context.find_root().info_name == LAB:
+        words, given = LAB.split(), given[given[:1] == ["bench"] :]
+    rest = iter(given)
+    for word in rest:
         if word == "--json":
-            next(given, None)
+            next(rest, None)
         elif not word.startswith("--json="):
             option, equals, value = word.rpartition("=")
             words.append(option + equals + (value if value.startswith("-") else Path(value).name))
     return shlex.join(words)
 
 
-def gpu_facts(peers: Iterable[Peer] = ()) -> dict[str, Any]:
+def gpu_facts(peers: Iterable[Versioned] = ()) -> dict[str, Any]:
     """Of this machine, its GPU and the peers, for every row of a command."""
     from anymla.bench.gpu import device_facts
     from anymla.bench.runner import facts
@@ -94,7 +95,7 @@ def measure(
     cases: Iterable[Case],
     json_file: Path | None,
     *,
-    peers: Iterable[Peer] = (),
+    peers: Iterable[Versioned] = (),
     hidden: tuple[str, ...] = (),
     ceilings: tuple[str, ...] = (),
     facts: dict[str, Any] | None = None,

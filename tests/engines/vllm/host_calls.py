@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anymla.ops.device import TARGETS
 from anymla.ops.registry import Operation
 from anymla.testing.empty_kernels import empty_kernels
-from anymla.testing.launches import META, pretended_device
+from lab.launches import META, pretended_device
 
 LAYERS = 8
 RATIOS = [0, 0, 4, 128, 4, 128, 4, 128]

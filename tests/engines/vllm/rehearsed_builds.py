@@ -18,7 +18,7 @@ import torch
 
 from anymla.ops.device import TARGETS
 from anymla.testing import empty_kernels
-from anymla.testing.launches import pretended_device
+from lab.launches import pretended_device
 
 MOST_TOKENS, MOST_REQUESTS, LONGEST = 2048, 24, 16384
 

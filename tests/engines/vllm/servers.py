@@ -85,7 +85,9 @@ def environment(mode: str, **more: str) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(HERE.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         **more,
     }
 

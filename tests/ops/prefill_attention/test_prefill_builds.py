@@ -11,7 +11,7 @@ LAUNCHED = """
 import torch
 from anymla.ops.device import TARGETS
 from anymla.ops.prefill_attention import prefill_attention
-from anymla.testing.launches import META, recorded_launches
+from lab.launches import META, recorded_launches
 
 def empty(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device=META)

@@ -1,0 +1,416 @@
+"""Build every Triton kernel for every target without a GPU, and judge what comes out.
+
+Builds of a family are derived from its launches (``lab.launches``), those of kernels
+that families share from the launches of all; what decode layers launch besides is built too. Each
+is compiled in its own process with a time limit, because a combination that the compiler does not
+like may abort it. A build passes if it compiles (or fails, where that is expected), its shared
+memory fits the target, it spills no more than it declares, matrix-multiply instructions are in the
+code where they are meant to be and run several at a time where the device can, and shared memory is
+synchronised as ``ptx_synchronisation`` asks.
+What passes here fits and builds; only a run on the device shows that it computes right, and how
+fast.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import importlib
+import itertools
+import multiprocessing
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import anymla.ops
+from anymla.bench.layer_setup import LayerSetup
+from anymla.bench.xpu_code import missing
+from anymla.child_process import same_modules, working_directory_shut_out
+from anymla.ops.device import TARGETS, Target, has_gluon
+from anymla.testing.triton_targets import backend_problem
+from lab import xpu_code
+from lab.build import Build, Judgement
+from lab.compiled import compiled
+from lab.launches import (
+    derived_builds,
+    judged,
+    recorded_launches,
+    shared_builds,
+)
+from lab.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrivals
+
+TIME_LIMIT_S = 240
+# Registers of Arc A, half as large as others', that any kernel may spill; none of Intel's others.
+_ARC_A_SPILLS = 64
+# In place of a family's name.
+SHARED = "shared"
+# Tokens that decode layers are called with: both sides of choices that depend on them.
+LAYER_TOKENS = (1, 32, 64, 128, 256, 257, 8192, 8193)
+_CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")
+_HIP_INSTRUCTION = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One compilation.
+
+    Attributes:
+        module: the file of the kernel, as a dotted name.
+        target: what it is built for.
+        number: which of the module's builds for the target.
+        label: of the build, for people.
+        digest: of all that decides what is compiled and asked of it, the kernel's source included.
+        build: what is compiled.
+    """
+
+    module: str
+    target: str
+    number: int
+    label: str
+    digest: str
+    build: Build = dataclasses.field(repr=False)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a recorded row must share to be about this compilation."""
+        return self.module, self.target, self.digest
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The fields of a recorded row that name it."""
+        names = ("module", "target", "number", "label", "digest")
+        return {name: getattr(self, name) for name in names}
+
+
+def kernel_modules() -> dict[str, list[str]]:
+    """Dotted names of all files of Triton and Gluon kernels by family, SHARED for those of many."""
+    prefixes = ("triton_", "gluon_") if has_gluon() else ("triton_",)
+    found, shared = {}, []
+    for each in pkgutil.iter_modules(anymla.ops.__path__):
+        path = f"anymla.ops.{each.name}"
+        if each.ispkg:
+            found[each.name] = [
+                f"{path}.{module.name}"
+                for module in pkgutil.iter_modules(importlib.import_module(path).__path__)
+                if module.name.startswith(prefixes)
+            ]
+        elif each.name.startswith("_triton_"):
+            shared.append(path)
+    return {**found, SHARED: shared}
+
+
+def problem_of(target: Target) -> str:
+    """Why nothing can be built for the target here; "" if it can."""
+    problem = backend_problem(target.backend)
+    return problem or (missing() if target.backend == "xpu" else "")
+
+
+def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
+    """A family's builds for a target, or those of SHARED, by the files of their kernels.
+
+    They are what the family's own calls launch, then what V4's decode layers launch besides.
+    """
+    modules = kernel_modules()[family]
+    found = shared_builds(target) if family == SHARED else derived_builds(family, target)
+    known = {build.key for build in found}
+    more = [
+        build
+        for build in _launched_by_layers(target)
+        if build.module in modules and build.key not in known
+    ]
+    found += more if family == SHARED else judged(family, more, target)
+    derived: dict[str, list[Build]] = {name: [] for name in modules}
+    for build in found:
+        derived[build.module].append(build)
+    return derived
+
+
+@functools.cache
+def _launched_by_layers(target: Target) -> list[Build]:
+    """What decode layers of V4-Flash and V4-Pro launch, both sides of each count of tokens."""
+    with recorded_launches(target) as launches:
+        for model, ratio in itertools.product(("flash", "pro"), (0, 4, 128)):
+            setup = LayerSetup(model, ratio, torch.device("meta"), experts=8, copies=1)
+            for tokens in LAYER_TOKENS:
+                name = {"flash": "V4-Flash", "pro": "V4-Pro"}[model]
+                launches.label = f"{name}, layer of ratio {ratio}, {tokens} tokens"
+                setup.batch(tokens, 4096).run(setup.layers[0])
+    return list(launches.builds.values())
+
+
+def jobs(
+    targets: list[str], *, first_of: str = "", modules: Sequence[str] = ("",)
+) -> Iterator[Job]:
+    """All builds of all kernels.
+
+    Args:
+        targets: to build for.
+        first_of: "kernel" or "file" for the first build of each and target only.
+        modules: only files of kernels whose dotted name has one of these.
+    """
+    importlib.import_module("triton")  # what is missing, if it is
+    for family, names in kernel_modules().items():
+        chosen = [name for name in names if any(part in name for part in modules)]
+        if not chosen:
+            continue
+        builds = {target: builds_of(family, TARGETS[target]) for target in targets}
+        for module in chosen:
+            for target in targets:
+                seen = set()
+                for number, build in enumerate(builds[target].get(module, [])):
+                    sort = module if first_of == "file" else build.name
+                    if first_of and sort in seen:
+                        continue
+                    seen.add(sort)
+                    label = f"{build.name} {build.label}".strip()
+                    yield Job(module, target, number, label, _digest(build), build)
+
+
+def _digest(build: Build) -> str:
+    fields = {**vars(build), "kernel": build.kernel.cache_key}
+    fields |= {name: sorted(fields[name].items()) for name in ("types", "constants")}
+    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+
+def recorded(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Rows of this Triton that were as they should be, by their jobs' ``key``."""
+    import triton
+
+    return {
+        (row["module"], row["target"], row["digest"]): row
+        for row in rows
+        if row.get("ok") and row.get("triton") == triton.__version__ and "digest" in row
+    }
+
+
+def run(chosen: list[Job], workers: int) -> Iterator[dict[str, Any]]:
+    """Compile; one row a job, in order. See ``judge`` for a row's fields."""
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(lambda job: apart(job, _build), chosen)
+
+
+def apart(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
+    """What ``work`` says of a job, in a process of its own, with a time limit."""
+    # Forked from a process that has imported the compiler, which takes longer than most builds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lab.compilers"])
+    _send_kernels_by_name()
+    receive, send = context.Pipe(duplex=False)
+    row: dict[str, Any] = {**job.row, "ok": False}
+    # Made here, because the process may not live to remove it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        process = context.Process(target=_child, args=(job, work, cache, send))
+        with working_directory_shut_out(), mock.patch.dict(os.environ, same_modules()):
+            process.start()
+        send.close()
+        try:
+            if receive.poll(TIME_LIMIT_S):
+                row = receive.recv()
+            else:
+                row["problem"] = f"not built within {TIME_LIMIT_S} s"
+        except EOFError:
+            row["problem"] = "the compiler ended the process"
+        finally:
+            process.kill()
+            process.join()
+    return row
+
+
+def _send_kernels_by_name() -> None:
+    """Let builds be sent to processes: a kernel is what its module has under its name."""
+    from triton.runtime.jit import JITFunction
+
+    kinds = [JITFunction]
+    if has_gluon():
+        from triton.experimental.gluon._runtime import GluonJITFunction
+
+        kinds.append(GluonJITFunction)
+    for kind in kinds:
+        ForkingPickler.register(
+            kind, lambda kernel: (_kernel, (kernel.__module__, kernel.__name__))
+        )
+
+
+def _kernel(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _child(job: Job, work: Callable[[Job], dict[str, Any]], cache: str, send: Any) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+    os.environ["TRITON_CACHE_DIR"] = cache
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    send.send(work(job))
+
+
+def _build(job: Job) -> dict[str, Any]:
+    import triton
+
+    target, build = TARGETS[job.target], job.build
+    row: dict[str, Any] = {**job.row, "triton": triton.__version__}
+    started = time.perf_counter()
+    try:
+        code = compiled(build, target)
+    except Exception as error:
+        row |= {"built": False, "error": _message(error)}
+    else:
+        row |= {"built": True, "shared_bytes": code.metadata.shared, **_code(code, target)}
+    row["seconds"] = round(time.perf_counter() - started, 2)
+    return judge(row, build, target)
+
+
+def _message(error: BaseException) -> str:
+    """The end of what the compiler said, and of what it said deepest inside a kernel's helpers."""
+    texts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        texts.append(f"{type(cause).__name__}: {' | '.join(lines[-3:])[-200:]}")
+        cause = cause.__cause__
+    return " <- ".join([texts[0], *texts[1:][-1:]])
+
+
+def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
+    """Add "ok", and "problem" if it is not."""
+    problem, must = "", build.judgement
+    if must.fails:
+        if row["built"] or must.fails not in row["error"]:
+            problem = f"expected to fail: {must.fails}"
+    elif not row["built"]:
+        problem = row["error"]
+    elif row["shared_bytes"] > target.shared_bytes:
+        problem = f"{row['shared_bytes']} bytes of shared memory, {target.shared_bytes} fit"
+    elif row["instructions"] == 0:
+        problem = "no instruction could be read from the code"
+    elif row["spills"] > (accepted := _accepted_spills(must, target)):
+        problem = f"{row['spills']} spills, {accepted} accepted"
+    elif row.get("unmet_arrivals"):
+        problem = f"{row['unmet_arrivals']} arrivals at barriers for warps that have not met"
+    elif row.get("unfenced_reads"):
+        problem = f"memory released to TMA {row['unfenced_reads']} times while it is read"
+    elif row.get("idle_barriers"):
+        problem = f"{row['idle_barriers']} barriers whose memory the compiler gives to others"
+    elif _serialized(row):
+        problem = f"each of {row['products']} products is waited for before the next, unasked"
+    elif must.matrix and not target.arc_a and not _multiplies(row["matrix"], must.matrix):
+        operands = "" if must.matrix is True else f" of {must.matrix}"
+        problem = f"no matrix-multiply instruction{operands}"
+    return {**row, "ok": not problem, **({"problem": problem} if problem else {})}
+
+
+def _serialized(row: dict[str, Any]) -> bool:
+    """Whether the assembler runs products one at a time for which the code does not ask so."""
+    products = row.get("products", 0)
+    return row.get("product_waits", 0) >= products > max(1, row.get("asked_waits", 0))
+
+
+def _accepted_spills(must: Judgement, target: Target) -> int:
+    """What a family declares is of the other vendors' registers."""
+    if target.intel:
+        return _ARC_A_SPILLS if target.arc_a else 0
+    return must.spills
+
+
+# How the vendors' instructions name the types of their operands. UTC instructions have them in a
+# descriptor instead.
+_OPERANDS = {
+    "bf16": r"HG?MMA.*\.BF16|UTCHMMA|_bf16|dpas.*:bf$",
+    "fp16": r"HG?MMA(?!.*BF16)|UTCHMMA|_f16$|x\d+_f16|dpas.*:hf$",
+    "e4m3": r"QG?MMA|UTCQMMA|fp8|f8f6f4",
+}
+
+
+def _multiplies(instructions: list[str], operands: bool | str) -> bool:
+    if operands is True:
+        return bool(instructions)
+    return any(re.search(_OPERANDS[str(operands)], name) for name in instructions)
+
+
+def _code(code: Any, target: Target) -> dict[str, Any]:
+    if target.backend == "xpu":
+        return _xpu_code(code, target)
+    return _hip_code(code) if target.backend == "hip" else _cuda_code(code)
+
+
+def _cuda_code(code: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(code.asm["cubin"])
+        cubin.flush()
+        listing, usage = (
+            subprocess.run(
+                [_cuobjdump(), option, cubin.name], capture_output=True, text=True, check=False
+            ).stdout
+            for option in ("-sass", "-res-usage")
+        )
+    found = _CUDA_INSTRUCTION.findall(listing)
+    kinds = collections.Counter(name.split(".")[0] for name in found)
+    registers = re.search(r"REG:(\d+)", usage)
+    return {
+        "instructions": len(found),
+        "spills": kinds["STL"] + kinds["LDL"],
+        "matrix": sorted({name for name in found if "MMA" in name.split(".")[0]}),
+        # Of warpgroups alone.
+        "products": kinds["HGMMA"] + kinds["QGMMA"],
+        "product_waits": sum(name.startswith("WARPGROUP.DEPBAR") for name in found),
+        "asked_waits": code.asm["ptx"].count("wgmma.wait_group"),
+        "registers": int(registers[1]) if registers else None,
+        "unmet_arrivals": len(unmet_arrivals(code.asm["ptx"])),
+        "unfenced_reads": len(unfenced_reads(code.asm["ptx"])),
+        "idle_barriers": len(idle_barriers(code.asm["ttgir"])),
+    }
+
+
+def _cuobjdump() -> str:
+    """A disassembler that knows all targets: the CUDA toolkit's if there is one, else Triton's."""
+    import triton
+
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(bundled) if bundled.exists() else shutil.which("cuobjdump") or "cuobjdump"
+
+
+def _hip_code(code: Any) -> dict[str, Any]:
+    text = code.asm["amdgcn"]
+    found = _HIP_INSTRUCTION.findall(text)
+    spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
+    matrix = {name for name in found if "mfma" in name or "wmma" in name}
+    return {
+        "instructions": sum(name[:2] in ("v_", "s_", "ds", "gl", "bu") for name in found),
+        "spills": int(spills[1]) if spills else 0,
+        "matrix": sorted(matrix),
+        "registers": int(registers[1]) if registers else None,
+    }
+
+
+def _xpu_code(code: Any, target: Target) -> dict[str, Any]:
+    found = xpu_code.machine_code(code.asm["spv"], target)
+    matrix = [name for name in found.instructions if name.startswith("dpas")]
+    return {
+        "instructions": len(found.instructions),
+        "spills": found.spills,
+        "matrix": sorted(set(matrix)),
+        "products": len(matrix),
+        "registers": found.registers,
+        "lanes": found.lanes,
+        "spill_bytes": found.spill_bytes,
+        "private_bytes": found.private_bytes,
+        "code_bytes": found.code_bytes,
+        "loop_instructions": found.loop_instructions,
+        "ocloc": xpu_code.compiler_version(),
+    }

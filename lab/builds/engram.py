@@ -1,0 +1,36 @@
+"""Calls of Engram's operations whose launches are what is built; no build may spill."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from anymla.ops.device import Target
+from anymla.ops.engram.interface import engram_gate, engram_rows
+from anymla.ops.engram.shapes import TOKENS, V41_FLASH, EngramShape
+from lab.build import Build, Judgement, empty, float32, uint8
+
+
+def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Named calls, with tensors on the meta device."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for tokens in TOKENS:
+            label = f"V4.1-Flash, {tokens} tokens, {str(dtype).removeprefix('torch.')}"
+            yield label, functools.partial(_memory, V41_FLASH, tokens, dtype)
+
+
+def _memory(shape: EngramShape, tokens: int, dtype: torch.dtype) -> None:
+    """What a step launches of a table's rows, without the product between."""
+    codes = uint8((tokens, shape.columns, shape.width))
+    scales = uint8((tokens, shape.columns, shape.width // shape.block))
+    engram_rows(empty((tokens, shape.columns * shape.width), dtype=dtype), codes, scales)
+    h = empty((tokens, shape.streams, shape.hidden), dtype=dtype)
+    projected = empty((tokens, (shape.streams + 1) * shape.hidden), dtype=dtype)
+    engram_gate(h, projected, float32((shape.streams, shape.hidden)), eps=1e-20)
+
+
+def judgement(build: Build, target: Target) -> Judgement:
+    """Nothing is accepted."""
+    return Judgement()

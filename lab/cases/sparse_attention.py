@@ -1,0 +1,478 @@
+"""Decode attention over the paged FP8 caches, beside FlashMLA and vLLM's path for XPU.
+
+In one process, on the same bytes: graph replay over rotating lists (cold rows), medians. Work is
+shared out once for a shape where a library does so; both combines are counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.bench.gpu_timing import copies_for
+from anymla.bench.random_caches import shared_rows
+from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
+from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.ops._reference import attend
+from anymla.ops.compile_ahead import compiled_together
+from anymla.ops.linear import inverse_rope_fp8_quant
+from anymla.ops.sparse_attention import (
+    sparse_attention,
+    sparse_attention_fp8_quant,
+    sparse_attention_plan,
+)
+from anymla.ops.sparse_attention.shapes import FLASH_DECODE, V32_DECODE, AttentionShape
+from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
+from lab.peers.flash_mla import FlashMla
+from lab.peers.vllm import VllmXpu
+
+PART = "decode attention beside FlashMLA"
+RANDOM = "decode attention of random shapes beside FlashMLA"
+V32 = "decode attention over V3.2's rows beside FlashMLA"
+FP8_HEADS = "decode attention with FP8 heads"
+PORTABLE = "portable decode attention beside vLLM's"
+# Heads of random shapes: shards', those between tiles of 64, and whole models'.
+RANDOM_HEADS = (8, 16, 24, 32, 40, 64, 80, 96, 112, 128)
+_MOST_REQUESTS, _MOST_QUERIES, _MOST_ENTRIES = 300, 8, 2048
+_INPUT_SEEDS = 1000  # of the shapes of a draw
+# Fields that a label says.
+IN_LABEL = (
+    "batch", "rows", "heads", "extra", "page", "ragged", "lengths", "backend", "width", "draw",
+    "number",
+)  # fmt: skip
+
+# What was asked of a shape, times as fast as a peer: few heads, V3.2's rows, vLLM's path.
+_LEAST_HEADS, _LEAST, _LEAST_V32, _LEAST_PORTABLE = (8, 16, 32), 1.6, 0.9, 2.0
+_WINDOW_SLOTS, _EXTRA_SLOTS = 1 << 17, 1 << 18  # more rows than an L2 cache
+_MOST_LISTS = 16
+_POSITIONS, _ROTATED, _GROUPS, _PEER_HEADS = 1 << 12, 64, 8, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """One call.
+
+    Attributes:
+        batch: requests.
+        rows: queries of a request, FlashMLA's s_q.
+        heads: query heads.
+        extra: slots of the second list; 0 for none.
+        page: entries of a page of the second cache.
+        ragged: lengths of the second list are random.
+        lengths: lengths are given; if not, lists are full.
+        width: slots of the first list.
+        v32: over DeepSeek-V3.2's rows, which have one list and no sinks.
+    """
+
+    batch: int
+    rows: int
+    heads: int
+    extra: int
+    page: int = 64
+    ragged: bool = False
+    lengths: bool = True
+    width: int = FLASH_DECODE.window
+    v32: bool = False
+
+    @property
+    def model(self) -> AttentionShape:
+        """Whose rows they are."""
+        return V32_DECODE if self.v32 else FLASH_DECODE
+
+    @property
+    def layouts(self) -> tuple[str, str]:
+        """Of the rows of both lists."""
+        return (V32_FP8, V32_FP8) if self.v32 else (MAIN_FP8, MAIN_FP8)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Slots of the lists that there are."""
+        return (self.width, self.extra) if self.extra else (self.width,)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products."""
+        shape = dataclasses.replace(
+            self.model,
+            tokens=self.batch * self.rows,
+            heads=self.heads,
+            window=self.width,
+            entries=self.extra,
+        )
+        return shape.flops
+
+    @property
+    def fields(self) -> Values:
+        """Of its row."""
+        own = ("width",) if self.v32 else ("extra", "page", "ragged", "lengths")
+        return {name: getattr(self, name) for name in ("batch", "rows", "heads", *own)}
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        what = f"h{self.heads} b{self.batch} s_q{self.rows} {self.width}"
+        if self.v32:
+            return f"V3.2 {what}"
+        extra = f"+{self.extra}" if self.extra else ""
+        page = f" page {self.page}" if self.page != 64 else ""
+        return what + extra + page + (" ragged" if self.ragged else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(Decode):
+    """A random shape.
+
+    Attributes:
+        draw: seed of the shapes that it is one of.
+        number: its place among them.
+    """
+
+    draw: int = 0
+    number: int = 0
+
+    @property
+    def input_seed(self) -> int:
+        """Of its lengths, lists and queries."""
+        return _INPUT_SEEDS * self.draw + self.number
+
+    @property
+    def fields(self) -> Values:
+        """Of its row: all that was drawn."""
+        names = ("width", "draw", "number")
+        return super().fields | {name: getattr(self, name) for name in names}
+
+
+def random_shapes(count: int, seed: int) -> Iterator[Drawn]:
+    """Shapes that nothing was tuned for; the first of a seed do not depend on how many there are.
+
+    Requests are log-uniform from 1 to 300, with 1 to 3 queries each, every tenth shape's up to 8.
+    Beside the window there are no entries in every tenth shape, else up to 2,048, half the time a
+    multiple of 64. Pages are of 64 or 2 entries; lengths of half the shapes are random, of a
+    quarter full, and a quarter has none.
+
+    Args:
+        count: how many.
+        seed: of the draw.
+    """
+    draw = random.Random(seed)
+    for number in range(count):
+        batch = round(_MOST_REQUESTS ** draw.random())
+        rows = draw.randint(1, _MOST_QUERIES if draw.random() < 0.1 else 3)
+        step = draw.choice((1, 64))
+        extra = 0 if draw.random() < 0.1 else step * draw.randint(1, _MOST_ENTRIES // step)
+        heads, page = draw.choice(RANDOM_HEADS), draw.choice((64, 2))
+        lengths = draw.choice(("random", "random", "full", "none"))
+        ragged = lengths == "random" and extra > 0
+        yield Drawn(
+            batch, rows, heads, extra, page, ragged, lengths != "none", draw=seed, number=number
+        )
+
+
+def shapes() -> Iterator[Decode]:
+    """One query a request, shards, FlashMLA's own configurations, windows alone and long lists."""
+    batches = (1, 8, 32, 64, 128, 256)
+    for heads, extra in ((64, 512), (128, 1024)):
+        for batch in batches:
+            yield Decode(batch, 1, heads, extra)
+    # Few heads, as tensor parallelism leaves them.
+    for batch in batches:
+        for heads in (8, 16, 32):
+            yield Decode(batch, 1, heads, 512)
+    # From FlashMLA's public benchmark program.
+    for heads, extra, page, ragged in (
+        (64, 512, 64, False),
+        (128, 1024, 64, False),
+        (64, 1024, 2, True),
+        (128, 1024, 2, True),
+    ):
+        for batch in (2, 64, 74, 128, 148, 256):
+            yield Decode(batch, 2, heads, extra, page, ragged, lengths=ragged)
+    yield Decode(128, 1, 64, 0)
+    yield Decode(64, 1, 128, 0)
+    yield Decode(128, 1, 64, 4608)
+    yield Decode(16, 1, 64, 16384, ragged=True)
+
+
+def fp8_heads_shapes() -> Iterator[Decode]:
+    """One query a request, most important first."""
+    for heads, extra, batch in (
+        (64, 512, 1), (64, 512, 8), (64, 512, 32), (64, 512, 128), (128, 1024, 1), (128, 1024, 32),
+        (128, 1024, 128), (16, 512, 1), (16, 512, 32), (16, 512, 128), (64, 512, 64),
+        (128, 1024, 64),
+    ):  # fmt: skip
+        yield Decode(batch, 1, heads, extra)
+
+
+def portable_shapes() -> Iterator[Decode]:
+    """Flash with 64 heads, one query a request."""
+    for batch in (1, 8, 32, 64, 128, 256):
+        yield Decode(batch, 1, 64, 512)
+
+
+def v32_shapes() -> Iterator[Decode]:
+    """FlashMLA's batches for DeepSeek-V3.2, from its public benchmark program."""
+    for batch in (2, 64, 74, 128):
+        heads, width = V32_DECODE.heads, V32_DECODE.window
+        yield Decode(batch, 2, heads, 0, lengths=False, width=width, v32=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeInputs:
+    """Tensors of a shape; ``lists`` holds some sets of slots to go through."""
+
+    shape: Decode
+    q: Tensor
+    sink: Tensor | None
+    cache: Tensor
+    extra_cache: Tensor | None
+    lengths: Tensor | None
+    extra_lengths: Tensor | None
+    lists: list[tuple[Tensor, Tensor | None]]
+
+    @classmethod
+    def draw(cls, shape: Decode, device: torch.device) -> DecodeInputs:
+        """Random inputs, as many sets of lists as make the rows cold."""
+        page = 64 if shape.v32 else 256
+        cache = shared_rows(shape.layouts[0], _WINDOW_SLOTS, page, device)
+        extra_cache = None
+        if shape.extra:
+            extra_cache = shared_rows(shape.layouts[1], _EXTRA_SLOTS, shape.page, device)
+        batch, rows = shape.batch, shape.rows
+        q = torch.randn(batch, rows, shape.heads, shape.model.dim, device=device).bfloat16()
+        lengths = extra = None
+        if shape.lengths:
+            lengths = torch.full((batch,), shape.width, dtype=torch.int32, device=device)
+        if shape.extra and shape.lengths:
+            extra = torch.full((batch,), shape.extra, dtype=torch.int32, device=device)
+            if shape.ragged:
+                extra = torch.randint_like(extra, 0, shape.extra + 1)
+        entry, more = (get_layout(each).entry_bytes for each in shape.layouts)
+        moved = batch * rows * (shape.width * entry + shape.extra * more)
+        draw = functools.partial(torch.randint, dtype=torch.int32, device=device)
+        lists = [
+            (
+                draw(0, _WINDOW_SLOTS, (batch, rows, shape.width)),
+                draw(0, _EXTRA_SLOTS, (batch, rows, shape.extra)) if shape.extra else None,
+            )
+            for _ in range(min(_MOST_LISTS, copies_for(moved)))
+        ]
+        sink = None if shape.v32 else torch.randn(shape.heads, device=device)
+        return cls(shape, q, sink, cache, extra_cache, lengths, extra, lists)
+
+    def ours(
+        self, operation: Callable[..., Any], *args: Any, planned: bool = False, **keywords: Any
+    ) -> list[Callable[[], Tensor]]:
+        """Calls of one of this package's operations, one for each set of lists.
+
+        Args:
+            operation: ``sparse_attention``, or with its output quantised.
+            args: after those of ``sparse_attention``.
+            planned: work is shared out once for all of them, as FlashMLA's is.
+            keywords: of the operation.
+        """
+        shape = self.shape
+        repeat = functools.partial(torch.repeat_interleave, repeats=shape.rows)
+        lengths = None if self.lengths is None else repeat(self.lengths)
+        keywords |= {"sink": self.sink, "extra_cache": self.extra_cache}
+        if self.extra_lengths is not None:
+            keywords["extra_lengths"] = repeat(self.extra_lengths)
+        if planned:
+            keywords["plan"] = sparse_attention_plan(
+                lengths,
+                keywords.get("extra_lengths"),
+                heads=shape.heads,
+                width=shape.width,
+                extra_width=shape.extra or None,
+            )
+        calls: list[Callable[[], Tensor]] = []
+        for window, extra in self.lists:
+            more = {} if extra is None else {"extra_indices": extra.flatten(0, 1)}
+            given = (self.q.flatten(0, 1), self.cache, window.flatten(0, 1), lengths, *args)
+            calls.append(functools.partial(first_result, operation, *given, **keywords, **more))
+        return calls
+
+    def attention(self, backend: str, *, planned: bool = False) -> list[Callable[[], Tensor]]:
+        """Calls of ``sparse_attention``."""
+        flat, values = self.q.flatten(0, 1), self.shape.model.values
+        out = flat.new_empty(*flat.shape[:2], self.shape.model.out_dim)
+        layout, extra_layout = self.shape.layouts
+        return self.ours(
+            sparse_attention, out=out, layout=layout, extra_layout=extra_layout,
+            value_dim=values, backend=backend, planned=planned,
+        )  # fmt: skip
+
+    def error(self, out: Tensor) -> float:
+        """Relative L2 error of the first queries of three requests against float64."""
+        shape, model = self.shape, self.shape.model
+        out = out.reshape(shape.batch, shape.rows, -1, model.out_dim)[:, :, : shape.heads]
+        window, extra = self.lists[0]
+        wrong = right = 0.0
+        for b in {0, shape.batch // 2, shape.batch - 1}:
+            layout, extra_layout = shape.layouts
+            keys = self._decoded(self.cache, window[b, 0], layout)
+            if extra is not None and self.extra_cache is not None:
+                length = self.extra_lengths
+                used = extra[b, 0, : shape.extra if length is None else int(length[b])]
+                more = self._decoded(self.extra_cache, used, extra_layout)
+                keys = torch.cat((keys, more))
+            sink = None if self.sink is None else self.sink.cpu().double()
+            want, *_ = attend(self.q[b, 0].cpu().double(), keys, sink, None, model.out_dim)
+            wrong += (out[b, 0].cpu().double() - want).norm().item() ** 2
+            right += want.norm().item() ** 2
+        return (wrong / right) ** 0.5
+
+    def _decoded(self, cache: Tensor, slots: Tensor, layout: str) -> Tensor:
+        data, scales = read_entries(cache, slots.long(), layout)
+        return ROW_FORMATS[layout].decode(data.cpu(), scales.cpu()).double()
+
+    def checked(
+        self, calls: list[Callable[[], Tensor]], field: str, error: str, **more: Any
+    ) -> Subject:
+        """Calls of attention, whose result is compared first."""
+        return Subject(field, calls, before=lambda: {error: self.error(calls[0]())}, **more)
+
+
+def compile_ahead(
+    chosen: Iterable[Decode], backend: str, device: torch.device, *, planned: bool = False
+) -> None:
+    """Compile what the shapes launch on all cores, where there is something to compile.
+
+    Random shapes share few kernels: one after the other, each takes seconds. Inputs are drawn again
+    when a shape is timed.
+    """
+    with compiled_together() as only_compiled, torch.inference_mode():
+        for shape in chosen if only_compiled else ():
+            inputs = DecodeInputs.draw(shape, device)
+            inputs = dataclasses.replace(inputs, lists=inputs.lists[:1])
+            for call in inputs.attention(backend, planned=planned):
+                call()
+
+
+def first_result(
+    function: Callable[..., tuple[Tensor, ...]], *args: Any, **keywords: Any
+) -> Tensor:
+    """The first of a function's results."""
+    return function(*args, **keywords)[0]
+
+
+def decode_cases(
+    chosen: Iterable[Decode], backend: str, peer: FlashMla | None, *, planned: bool = False
+) -> Iterator[Case]:
+    """Decode attention, beside FlashMLA if it is given.
+
+    Args:
+        chosen: of one model.
+        backend: of ``sparse_attention``.
+        peer: FlashMLA.
+        planned: work is shared out once for all calls.
+    """
+    for shape in chosen:
+        part, least, seed = PART, _LEAST if shape.heads in _LEAST_HEADS else 1.0, 0
+        if shape.v32:
+            part, least = V32, _LEAST_V32
+        if isinstance(shape, Drawn):
+            part, least, seed = RANDOM, 1.0, shape.input_seed
+        words = f"at least {least:g} times FlashMLA's speed"
+        yield Case(
+            part,
+            shape.label,
+            functools.partial(_decode, shape, backend, peer, planned),
+            shape.fields | {"backend": backend} | ({"planned": True} if planned else {}),
+            beside("microseconds", "flash_mla_microseconds", least, words),
+            seed,
+        )
+
+
+def _decode(
+    shape: Decode, backend: str, peer: FlashMla | None, planned: bool, clock: Clock
+) -> Iterator[Subject]:
+    inputs = DecodeInputs.draw(shape, clock.device)
+
+    def after(us: float) -> Values:
+        if shape.v32:
+            return {"teraflops": shape.flops / us * 1e-6}
+        if shape.ragged and inputs.extra_lengths is not None:
+            return {"mean_extra_length": float(inputs.extra_lengths.double().mean())}
+        return {}
+
+    ours = inputs.attention(backend, planned=planned)
+    yield inputs.checked(ours, "microseconds", "error", after=after)
+    if peer is not None:
+        yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")
+
+
+def portable_cases(chosen: Iterable[Decode], peer: VllmXpu) -> Iterator[Case]:
+    """Decode attention by portable Triton, beside vLLM's path of that kind."""
+    words = f"at least {_LEAST_PORTABLE:g} times the speed of vLLM's path"
+    for shape in chosen:
+        yield Case(
+            PORTABLE,
+            shape.label,
+            functools.partial(_portable, shape, peer),
+            shape.fields | {"backend": "triton"},
+            beside("us", "xpu_us", _LEAST_PORTABLE, words),
+        )
+
+
+def _portable(shape: Decode, peer: VllmXpu, clock: Clock) -> Iterator[Subject]:
+    inputs = DecodeInputs.draw(shape, clock.device)
+    yield inputs.checked(inputs.attention("triton"), "us", "error")
+    yield inputs.checked(peer.decode(inputs), "xpu_us", "xpu_error")
+
+
+def fp8_heads_cases(
+    chosen: Iterable[Decode], backend: str, peer: FlashMla | None
+) -> Iterator[Case]:
+    """Attention alone, then with its epilogue (inverse RoPE, FP8) as two steps, then fused."""
+    for shape in chosen:
+        yield Case(
+            FP8_HEADS,
+            f"{shape.label}, FP8 heads",
+            functools.partial(_fp8_heads, shape, backend, peer),
+            shape.fields | {"backend": backend},
+            _no_slower_than_apart,
+        )
+
+
+def _no_slower_than_apart(values: Values) -> tuple[Values, Verdict]:
+    values, _ = beside("microseconds", "flash_mla_microseconds", 0.0, "")(values)
+    met = values["same_bytes"] and values["microseconds"] <= values["apart_microseconds"]
+    return values, ("the bytes of separate kernels, in no more time", met)
+
+
+def _fp8_heads(
+    shape: Decode, backend: str, peer: FlashMla | None, clock: Clock
+) -> Iterator[Subject]:
+    inputs = DecodeInputs.draw(shape, clock.device)
+    count = shape.batch * shape.rows
+    positions = torch.randint(0, _POSITIONS, (count,), device=clock.device)
+    table = torch.randn(_POSITIONS, _ROTATED, device=clock.device)
+    groups = min(_GROUPS, shape.heads)
+
+    def with_epilogue(call: Callable[[], Tensor]) -> Tensor:
+        heads = call().reshape(count, -1, 512)[:, : shape.heads]
+        codes: Tensor = inverse_rope_fp8_quant(heads, positions, table, n_groups=groups)[0]
+        return codes
+
+    attention = inputs.attention(backend)
+    apart = [functools.partial(with_epilogue, call) for call in attention]
+    fused = inputs.ours(
+        sparse_attention_fp8_quant, positions, table, n_groups=groups, backend=backend
+    )
+
+    def same_bytes(_: float) -> Values:
+        mine, theirs = (calls[0]().view(torch.uint8) for calls in (fused, apart))
+        return {"same_bytes": torch.equal(mine, theirs)}
+
+    yield Subject("attention_microseconds", attention)
+    yield Subject("apart_microseconds", apart)
+    yield Subject("microseconds", fused, after=same_bytes)
+    if peer is not None and shape.heads >= _PEER_HEADS:
+        theirs = [functools.partial(with_epilogue, call) for call in peer.decode(inputs)]
+        yield Subject("flash_mla_microseconds", theirs)

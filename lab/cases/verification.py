@@ -1,0 +1,283 @@
+"""Attention of steps that verify drafts, several queries a request, beside FlashMLA.
+
+The queries of a request stand at neighbouring positions, so that their windows overlap, and see the
+same compressed entries of ratio 128; those of ratio 4 are chosen for each. One process, the same
+bytes, graph replay over rotating lists (cold rows), medians; work is shared out once for a shape.
+What layers do is beside the other ways: by slots, or rows decoded once a request; for windows alone
+a third one, whose kernel decodes them once for some of the queries. Each also with its output
+rotated back and quantised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.bench.gpu_timing import copies_for
+from anymla.bench.random_caches import shared_rows
+from anymla.bench.runner import Case, Clock, Subject, Values, beside
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.layers.request_rows import request_rows
+from anymla.layers.rows import GroupStep, RequestRows
+from anymla.ops.device import target_of
+from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
+from anymla.ops.prefill_attention.config import decoding_pays_in_steps
+from anymla.ops.sparse_attention import (
+    sparse_attention_fp8_quant,
+    sparse_attention_windows,
+    sparse_attention_windows_fp8_quant,
+)
+from anymla.ops.sparse_attention.config import sharing_pays
+from anymla.ops.sparse_attention.shapes import FLASH_DECODE
+from anymla.ops.streams import scratch_scope
+from lab.cases.sparse_attention import Decode, DecodeInputs, first_result
+from lab.peers.flash_mla import FlashMla
+
+PART = "attention of verification steps beside FlashMLA"
+IN_LABEL = ("batch", "rows", "heads", "extra", "chosen", "backend")
+_WINDOW = FLASH_DECODE.window
+_PAGE, _EXTRA_PAGE = 256, 64
+_WINDOW_SLOTS, _EXTRA_SLOTS = 1 << 17, 1 << 19
+_MOST_LISTS = 8
+_LEAST, _LEAST_CHOSEN = 2.0, 1.25
+# Of the output projection; angles of a rotary table.
+_GROUPS, _POSITIONS, _ROPE_DIM = 8, 4096, 64
+
+
+Calls = list[Callable[[], Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """One call.
+
+    Attributes:
+        batch: requests.
+        rows: queries of a request.
+        heads: query heads.
+        extra: compressed entries that a query sees.
+        chosen: they are chosen for each query; if not, all queries of a request see the same.
+    """
+
+    batch: int
+    rows: int
+    heads: int
+    extra: int = 0
+    chosen: bool = False
+
+    @property
+    def decode(self) -> Decode:
+        """The same call as one of lists."""
+        return Decode(self.batch, self.rows, self.heads, self.extra, _EXTRA_PAGE)
+
+    @property
+    def fields(self) -> Values:
+        """Of its row."""
+        return dataclasses.asdict(self)
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        how = " chosen" if self.chosen else ""
+        return f"h{self.heads} b{self.batch} s_q{self.rows} {_WINDOW}" + (
+            f"+{self.extra}{how}" if self.extra else ""
+        )
+
+
+def shapes() -> Iterator[Verification]:
+    """V4-Flash's three kinds of layer at 8,192 and 131,072 tokens, V4-Pro's, and a rank's heads."""
+    for batch in (1, 8, 32, 128):
+        for rows in (6, 7, 8):
+            for extra in (0, 64, 1024):
+                yield Verification(batch, rows, 64, extra)
+            yield Verification(batch, rows, 64, 512, chosen=True)
+    for batch in (2, 4, 16, 64):
+        yield Verification(batch, 8, 64)
+    for batch in (1, 8, 32):
+        for heads, extra in ((128, 0), (128, 64), (128, 1024), (16, 0), (16, 64), (16, 1024)):
+            yield Verification(batch, 8, heads, extra)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerificationInputs(DecodeInputs):
+    """Tensors of a shape.
+
+    Attributes:
+        requests: by set of lists, the same rows as those of requests.
+        slots: likewise, slots of their windows.
+    """
+
+    requests: list[RequestRows] = dataclasses.field(default_factory=list)
+    slots: list[Tensor] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, shape: Verification, device: torch.device) -> VerificationInputs:
+        """Random inputs, as many sets of lists as make the rows cold."""
+        batch, rows, extra = shape.batch, shape.rows, shape.extra
+        q = torch.randn(batch, rows, shape.heads, 512, device=device).bfloat16()
+        seen = batch * (_WINDOW + rows + extra * (rows if shape.chosen else 1))
+        copies = min(_MOST_LISTS, copies_for(seen * get_layout(MAIN_FP8).entry_bytes))
+        sets = [_rows(shape, device) for _ in range(copies)]
+        full = functools.partial(torch.full, (batch,), dtype=torch.int32, device=device)
+        return cls(
+            shape.decode, q, torch.randn(shape.heads, device=device),
+            shared_rows(MAIN_FP8, _WINDOW_SLOTS, _PAGE, device),
+            shared_rows(MAIN_FP8, _EXTRA_SLOTS, _EXTRA_PAGE, device) if extra else None,
+            full(_WINDOW), full(extra) if extra else None,
+            [(window, entries) for window, entries, *_ in sets],
+            [requests for *_, requests, _ in sets], [slots for *_, slots in sets],
+        )  # fmt: skip
+
+    def ways(self, backend: str, *, chosen: bool) -> dict[str, tuple[Calls, Calls]]:
+        """Calls by how they read rows, with their output as it is and quantised.
+
+        Args:
+            backend: of attention.
+            chosen: entries are chosen for each query.
+        """
+        shape, flat = self.shape, self.q.flatten(0, 1)
+        positions = torch.randint(0, _POSITIONS, (len(flat),), device=flat.device)
+        turn = positions, torch.randn(_POSITIONS, _ROPE_DIM, device=flat.device)
+        fp8 = {"n_groups": _GROUPS, "backend": backend}
+        quantized = self.ours(sparse_attention_fp8_quant, *turn, planned=True, **fp8)
+        found = {"slots": (self.attention(backend, planned=True), quantized)}
+        out, partial = torch.empty_like(flat), functools.partial
+        if not chosen:
+            found["decoded"] = (
+                [partial(self._decoded_once, each, backend, out) for each in self.requests],
+                [partial(self._decoded_fp8, each, turn, fp8) for each in self.requests],
+            )
+        if not shape.extra:
+            given = {"queries": shape.rows, "sink": self.sink}
+            plain = partial(first_result, sparse_attention_windows, flat, self.cache, **given)
+            coded = partial(
+                first_result, sparse_attention_windows_fp8_quant, flat, self.cache, **given, **fp8
+            )
+            found["shared"] = (
+                [partial(plain, each, out=out, backend=backend) for each in self.slots],
+                [partial(coded, each, None, *turn) for each in self.slots],
+            )
+        return found
+
+    def _decoded_once(self, rows: RequestRows, backend: str, out: Tensor) -> Tensor:
+        with scratch_scope():
+            return first_result(
+                prefill_attention, *self._workspace(rows), window=rows.window,
+                entries=rows.entries, sink=self.sink, out=out, backend=backend,
+            )  # fmt: skip
+
+    def _decoded_fp8(
+        self, rows: RequestRows, turn: tuple[Tensor, Tensor], fp8: dict[str, Any]
+    ) -> Tensor:
+        with scratch_scope():
+            return first_result(
+                prefill_attention_fp8_quant, *self._workspace(rows), None, *turn,
+                window=rows.window, entries=rows.entries, sink=self.sink, **fp8,
+            )  # fmt: skip
+
+    def _workspace(self, rows: RequestRows) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = self.q.dtype
+        decoded = rows.decode(self.cache, self.extra_cache, layout=MAIN_FP8, dtype=dtype)
+        return self.q.flatten(0, 1), decoded, rows.ranges
+
+    def error(self, out: Tensor) -> float:
+        """Relative L2 error of the first and last queries of three requests against float64."""
+        rows = self.shape.rows
+        out = out.reshape(self.shape.batch, rows, -1, out.shape[-1])
+        found = []
+        for j in {0, rows - 1}:
+            window, extra = self.lists[0]
+            one = dataclasses.replace(
+                self,
+                shape=dataclasses.replace(self.shape, rows=1),
+                q=self.q[:, j : j + 1],
+                lists=[(window[:, j : j + 1], None if extra is None else extra[:, j : j + 1])],
+            )
+            found.append(DecodeInputs.error(one, out[:, j : j + 1]))
+        return max(found)
+
+
+def _rows(
+    shape: Verification, device: torch.device
+) -> tuple[Tensor, Tensor | None, RequestRows, Tensor]:
+    """Lists of the queries' windows and entries; the requests' rows, and slots of their windows."""
+    batch, rows, extra = shape.batch, shape.rows, shape.extra
+    width = _WINDOW + rows - 1
+    table = torch.randperm(_WINDOW_SLOTS // _PAGE, device=device)[: 2 * batch].view(batch, 2)
+    start = torch.randint(0, 2 * _PAGE - width, (batch, 1), device=device)
+    at = start + torch.arange(width, device=device)
+    slots = (table.gather(1, at // _PAGE) * _PAGE + at % _PAGE).int()
+    windows = slots.unfold(1, _WINDOW, 1).contiguous()
+    positions = at[:, _WINDOW - 1 :].flatten()
+    request = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(rows)
+    see = functools.partial(
+        request_rows, positions, request, (at[:, -1] + 1).int(),
+        GroupStep(table.int(), slots, _PAGE), window=_WINDOW, queries=rows,
+    )  # fmt: skip
+    if not extra:
+        return windows, None, see(), slots
+    if shape.chosen:
+        size = (batch, rows, extra)
+        chosen = torch.randint(0, _EXTRA_SLOTS, size, dtype=torch.int32, device=device)
+        return windows, chosen, see(), slots
+    count = -(-extra // _EXTRA_PAGE)
+    table = torch.randint(0, _EXTRA_SLOTS // _EXTRA_PAGE, (batch, count), device=device)
+    entries = table.unsqueeze(2) * _EXTRA_PAGE + torch.arange(_EXTRA_PAGE, device=device)
+    entries = entries.flatten(1)[:, :extra].int()
+    made = dataclasses.replace(
+        see(compressed=GroupStep(table.int(), slots, _EXTRA_PAGE), ratio=1, entries=extra),
+        visible=torch.full((batch,), extra, dtype=torch.int32, device=device),
+    )
+    made.ranges[:, 3] = extra
+    return windows, entries.unsqueeze(1).expand(-1, rows, -1).contiguous(), made, slots
+
+
+def verification_cases(
+    chosen: Iterable[Verification], backend: str, peer: FlashMla | None
+) -> Iterator[Case]:
+    """Verification steps as layers call them, by lists, and beside FlashMLA if it is given."""
+    for shape in chosen:
+        least = _LEAST_CHOSEN if shape.chosen else _LEAST
+        yield Case(
+            PART,
+            shape.label,
+            functools.partial(_verification, shape, backend, peer),
+            shape.fields | {"backend": backend},
+            beside(
+                "microseconds",
+                "flash_mla_microseconds",
+                least,
+                f"at least {least:g} times FlashMLA's speed",
+            ),
+        )
+
+
+def _verification(
+    shape: Verification, backend: str, peer: FlashMla | None, clock: Clock
+) -> Iterator[Subject]:
+    inputs = VerificationInputs.of(shape, clock.device)
+    ways = inputs.ways(backend, chosen=shape.chosen)
+    taken = _way(shape, target_of(clock.device).sm_count)
+    attend, quantized = ways.pop(taken)
+    facts = {"decoded": taken == "decoded", "shared": taken == "shared"}
+    yield inputs.checked(attend, "microseconds", "error", after=lambda _: facts)
+    yield Subject("quantized_microseconds", quantized)
+    for name, (attend, quantized) in ways.items():
+        yield inputs.checked(attend, f"{name}_microseconds", f"{name}_error")
+        yield Subject(f"{name}_quantized_microseconds", quantized)
+    if peer is not None:
+        yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")
+
+
+def _way(shape: Verification, sm_count: int) -> str:
+    """How layers of FP8 projections read the rows."""
+    batch, rows, heads = shape.batch, shape.rows, shape.heads
+    if not shape.extra and sharing_pays(batch, rows, heads, quantized=True):
+        return "shared"
+    pays = decoding_pays_in_steps(batch, rows, heads, shape.extra, sm_count)
+    return "decoded" if pays and not shape.chosen else "slots"

@@ -1,0 +1,137 @@
+"""``python -m lab attention``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from anymla.cli import commands
+from anymla.cli.bad_input import BadInput
+from anymla.cli.bench_rows import (
+    json_option,
+    measure,
+    require_cases,
+    require_gpu,
+    require_known,
+)
+from lab.cli.requirements import require_peer
+
+
+@commands.command(
+    examples=[
+        "python -m lab attention --heads 64 --flash-mla",
+        "python -m lab attention --fused-end --json rows.jsonl",
+    ]
+)
+@json_option
+@click.option("--backend", default="gluon_sm90", show_default=True, help="Of sparse_attention.")
+@click.option("--flash-mla", is_flag=True, help="Next to FlashMLA, which must be importable.")
+@click.option(
+    "--vllm-xpu", is_flag=True, help="Instead: portable Triton next to vLLM's path for Intel XPU."
+)
+@click.option("--v32", is_flag=True, help="Instead: over the rows of DeepSeek-V3.2.")
+@click.option("--v41", is_flag=True, help="Instead: over the rows of DeepSeek-V4.1, and V4's.")
+@click.option("--fused-end", is_flag=True, help="Instead: with FP8 heads, fused and apart.")
+@click.option("--verification", is_flag=True, help="Instead: steps that verify drafts.")
+@click.option("--random", "drawn", type=click.IntRange(min=1), help="Instead: so many shapes.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random shapes.")
+@click.option("--schedules", is_flag=True, help="Random shapes by all that could be chosen.")
+@click.option("--planned", is_flag=True, help="With work shared out once for all calls.")
+@click.option("--heads", type=click.IntRange(min=1), multiple=True, help="Only these; repeatable.")
+def attention(
+    json_file: Path | None,
+    backend: str,
+    flash_mla: bool,
+    vllm_xpu: bool,
+    v32: bool,
+    v41: bool,
+    fused_end: bool,
+    verification: bool,
+    drawn: int | None,
+    seed: int,
+    schedules: bool,
+    planned: bool,
+    heads: tuple[int, ...],
+) -> None:
+    """Time attention during decoding on the GPU, over the paged FP8 caches."""
+    import torch
+
+    from anymla.ops.device import target_of
+    from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
+    from lab.cases import decode_schedules
+    from lab.cases import sparse_attention as family
+    from lab.cases import v41_attention as v41_rows
+    from lab.cases import verification as steps
+    from lab.peers import Peer
+    from lab.peers.flash_mla import FlashMla
+    from lab.peers.vllm import VllmXpu
+
+    if vllm_xpu + v32 + v41 + fused_end + verification + (drawn is not None) > 1:
+        raise BadInput("one of --vllm-xpu, --v32, --v41, --fused-end, --verification and --random")
+    if drawn is None and _was_given("seed"):
+        raise BadInput(f"--seed {seed}: is of --random")
+    if schedules and (drawn is None or flash_mla or planned or backend != "gluon_sm90"):
+        raise BadInput("--schedules is of --random and gluon_sm90, alone")
+    if planned and (vllm_xpu or v32 or v41 or fused_end or verification):
+        raise BadInput(
+            "--planned is of the comparison without --vllm-xpu, --v32, --v41, --fused-end and "
+            "--verification"
+        )
+    if v41 and flash_mla:
+        raise BadInput("--v41 is next to V4's rows alone, not --flash-mla")
+    if vllm_xpu and flash_mla:
+        raise BadInput("--vllm-xpu is next to vLLM's path alone, not --flash-mla")
+    if vllm_xpu and backend != "triton" and _was_given("backend"):
+        raise BadInput(f"--backend {backend}: --vllm-xpu is of triton")
+    operation = sparse_attention_fp8_quant if fused_end else sparse_attention
+    require_known("--backend", [backend], operation.backends)
+    shapes = family.shapes()
+    if vllm_xpu:
+        shapes = family.portable_shapes()
+    elif v32:
+        shapes = family.v32_shapes()
+    elif v41:
+        shapes = v41_rows.shapes()
+    elif fused_end:
+        shapes = family.fp8_heads_shapes()
+    elif drawn is not None:
+        shapes = family.random_shapes(drawn, seed)
+    every: list[Any] = list(steps.shapes() if verification else shapes)
+    chosen = require_cases(
+        " ".join(f"--heads {count}" for count in heads),
+        (shape for shape in every if not heads or shape.heads in heads),
+        sorted({shape.heads for shape in every}),
+    )
+    require_gpu()
+    peers: list[Peer] = []
+    module = None
+    if flash_mla:
+        module = FlashMla()
+        require_peer("--flash-mla", module)
+        peers = [module]
+    if vllm_xpu:
+        path = VllmXpu()
+        require_peer("--vllm-xpu", path)
+        peers, cases = [path], family.portable_cases(chosen, path)
+    elif verification:
+        cases = steps.verification_cases(chosen, backend, module)
+    elif v41:
+        cases = v41_rows.v41_cases(chosen, backend)
+    elif fused_end:
+        cases = family.fp8_heads_cases(chosen, backend, module)
+    elif schedules:
+        cases = decode_schedules.schedule_cases(chosen, target_of(torch.device("cuda")).sm_count)
+    else:
+        if drawn is not None:
+            family.compile_ahead(chosen, backend, torch.device("cuda"), planned=planned)
+        cases = family.decode_cases(chosen, backend, module, planned=planned)
+    hidden = decode_schedules.IN_LABEL if schedules else family.IN_LABEL
+    measure(cases, json_file, peers=peers, hidden=steps.IN_LABEL if verification else hidden)
+
+
+def _was_given(option: str) -> bool:
+    source = click.get_current_context().get_parameter_source(option)
+    return source is not ParameterSource.DEFAULT

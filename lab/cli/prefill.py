@@ -1,0 +1,52 @@
+"""``python -m lab prefill``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from anymla.cli import commands
+from anymla.cli.bench_rows import (
+    json_option,
+    measure,
+    require_gpu,
+    require_known,
+)
+from lab.cli.requirements import require_peer
+
+
+@commands.command(examples=["python -m lab prefill --flash-mla"])
+@json_option
+@click.option(
+    "--backend", default="gluon_sm90", show_default=True, help="Of attention during prefill."
+)
+@click.option("--long", is_flag=True, help="Also 32,768 queries at once.")
+@click.option("--flash-mla", is_flag=True, help="Next to FlashMLA, which must be importable.")
+def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -> None:
+    """Time attention during prefill on the GPU, with decoded rows as they are within a chunk.
+
+    Beside FlashMLA also from FP8 pages to the output projection, and rows by lists alone.
+    """
+    from anymla.bench.runner import Case
+    from anymla.ops.prefill_attention import prefill_attention
+    from lab.cases import prefill_attention as family
+    from lab.peers.flash_mla import FlashMla
+
+    require_known("--backend", [backend], prefill_attention.backends)
+    require_gpu()
+    peers = [FlashMla()] if flash_mla else []
+    for peer in peers:
+        require_peer("--flash-mla", peer)
+    rows = peers[0].rows if peers else None
+    shapes = family.SHAPES + family.LONG_SHAPES if long else family.SHAPES
+    cases: Iterator[Case] = family.cases(shapes, backend, rows)
+    if rows is not None:
+        cases = itertools.chain(
+            cases,
+            family.pipeline_cases(family.PIPELINES, backend, rows),
+            family.listed_cases(family.LISTED, backend, rows),
+        )
+    measure(cases, json_file, peers=peers)

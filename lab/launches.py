@@ -1,0 +1,243 @@
+"""What launchers launch, as builds, found out without running a kernel and without a GPU.
+
+Inside ``recorded_launches`` operations are called with tensors on the meta device, which stands for
+a device of the target, or with CPU tensors; each launch is noted as what Triton would look its
+compiled code up by. Kernels do not run, so results are garbage, which whoever uses this must not
+let decide anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import anymla.ops
+import lab.builds
+from anymla.ops import device as device_facts
+from anymla.ops.device import INTERPRETED, Target, has_gluon
+from anymla.ops.registry import Operation, Support
+from anymla.testing.triton_targets import triton_target
+from lab.build import Build
+
+META = torch.device("meta")
+Key = tuple[Any, ...]
+
+
+class Launches:
+    """Launches by what their compiled code depends on.
+
+    Attributes:
+        label: of what is called now; a build has that of the first call that launched it.
+        builds: by key.
+    """
+
+    def __init__(self, target: Target) -> None:
+        """None yet, on ``target``."""
+        from triton.compiler import make_backend
+
+        with triton_target(target) as described:
+            self._backend = make_backend(described)
+        self._binders: dict[Any, tuple[Any, Any]] = {}
+        self._known: set[tuple[Any, str, str]] = set()
+        self.label = ""
+        self.builds: dict[Key, Build] = {}
+
+    def note(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note a launch, whose arguments by name are among ``options``."""
+        function, bind = self._binder(kernel)
+        bound, specialisation, rest = bind(*args, **options)
+        key = (kernel.fn, str(specialisation), str(rest))
+        if key not in self._known:
+            self._known.add(key)
+            made = self._build(function, options, bound, specialisation)
+            self.builds.setdefault(made.key, made)
+
+    def _build(
+        self, function: Any, options: dict[str, Any], bound: dict[str, Any], specialisation: Any
+    ) -> Build:
+        """What ``JITFunction.run`` has compiled for a launch that is like none before."""
+        parsed = self._backend.parse_options(dict(options))
+        names = function.arg_names
+        unknown = [name for name in options if name not in {*vars(parsed), *names}]
+        assert not unknown, f"{function.fn.__name__}: {unknown}"
+        assert all(isinstance(kind, str) for kind, _ in specialisation), "tuples"
+        kinds = {name: kind for name, (kind, _) in zip(names, specialisation, strict=True)}
+        hints = {name: known or "" for name, (_, known) in zip(names, specialisation, strict=True)}
+        return Build(
+            self.label,
+            function,
+            {name: kind for name, kind in kinds.items() if kind != "constexpr"},
+            {name: bound[name] for name, kind in kinds.items() if kind == "constexpr"},
+            num_warps=parsed.num_warps,
+            num_stages=options.get("num_stages"),
+            # Pointers are taken to be aligned. Not noted: AMD's kernels have a hint where a tensor
+            # is below 2 GiB, which caches are not.
+            divisible=tuple(
+                name
+                for name, kind in kinds.items()
+                if kind[0] in "iu"
+                and ["tt.divisibility", 16] in self._backend.parse_attr(hints[name])
+            ),
+            fp_fusion=parsed.enable_fp_fusion,
+            registers=options.get("maxnreg") or 0,
+        )
+
+    def _binder(self, kernel: Any) -> tuple[Any, Any]:
+        if kernel.fn not in self._binders:
+            from triton.runtime.jit import JITFunction, create_function_from_signature
+
+            # An interpreted kernel has no signature; its function has that of a compiled one.
+            function = kernel if isinstance(kernel, JITFunction) else _compiled_form(kernel)
+            self._binders[kernel.fn] = (
+                function,
+                create_function_from_signature(function.signature, function.params, self._backend),
+            )
+        return self._binders[kernel.fn]
+
+
+def _compiled_form(kernel: Any) -> Any:
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction(kernel.fn, **kernel.kwargs)
+
+
+@contextlib.contextmanager
+def recorded_launches(target: Target, *, run: str = "") -> Iterator[Launches]:
+    """Note launches inside, as on a device of ``target``.
+
+    Args:
+        target: with its number of SMs.
+        run: interpreted kernels whose module begins with this run as well.
+    """
+    launches = Launches(target)
+    kind = _kernel_type()
+    really_run = kind.run
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.note(self, args, kwargs)
+        if run and self.fn.__module__.startswith(run):
+            really_run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    with mock.patch.object(kind, "run", note), pretended_device(target):
+        yield launches
+
+
+@contextlib.contextmanager
+def pretended_device(target: Target) -> Iterator[None]:
+    """Inside, the meta device is one of ``target``, or the CPU for interpreted kernels."""
+    with contextlib.ExitStack() as patches:
+        _import_kernels()
+        _answer(patches, "target_of", target)
+        if not INTERPRETED:
+            _answer(patches, "runs_gluon", target.name == "sm_90")
+            patches.enter_context(mock.patch.object(device_facts, "_support", _supported))
+            graphs = {"is_current_stream_capturing": False, "synchronize": None}
+            for name, answer in graphs.items():
+                patches.enter_context(mock.patch.object(torch.cuda, name, _always(answer)))
+        # What has been kept about a device is not of the target, nor the other way round.
+        _forget_devices()
+        patches.callback(_forget_devices)
+        yield
+
+
+def _kernel_type() -> Any:
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        return InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction
+
+
+def _supported(device_type: str) -> Support:
+    return Support(device_type == "meta", "launches are noted of meta tensors")
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _answer(patches: contextlib.ExitStack, name: str, answer: Any) -> None:
+    """Let the function of that name answer so, in all modules that have it."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith(("anymla.", "lab.")) and callable(getattr(module, name, None)):
+            patches.enter_context(mock.patch.object(module, name, _always(answer)))
+
+
+def _forget_devices() -> None:
+    """Empty what the operations' modules keep by device."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith(("anymla.ops.", "lab.builds.")):
+            for kept in list(vars(module).values()):
+                if isinstance(kept, functools._lru_cache_wrapper):
+                    if "device" in inspect.signature(kept).parameters:
+                        kept.cache_clear()
+                elif isinstance(kept, Operation):
+                    kept.forget()
+                elif isinstance(kept, dict):
+                    kept.pop(META, None)
+
+
+def _import_kernels() -> None:
+    """Import all files of kernels, so that whatever they have taken from others is known."""
+    prefixes = ("triton_", "gluon_") if has_gluon() and not INTERPRETED else ("triton_",)
+    for family in pkgutil.iter_modules(anymla.ops.__path__, "anymla.ops."):
+        if family.ispkg:
+            paths = importlib.import_module(family.name).__path__
+            for module in pkgutil.iter_modules(paths, f"{family.name}."):
+                if module.name.rpartition(".")[2].startswith(prefixes):
+                    importlib.import_module(module.name)
+
+
+def derived_families() -> list[str]:
+    """Names of the families of ``anymla.ops`` whose builds ``lab.builds`` derives."""
+    return [each.name for each in pkgutil.iter_modules(lab.builds.__path__)]
+
+
+def derived_builds(family: str, target: Target) -> list[Build]:
+    """Builds of a family's kernels, in the order of their launches, judged as its file says.
+
+    Args:
+        family: one of ``derived_families``.
+        target: to build for.
+    """
+    return judged(family, _launched(family, target, f"anymla.ops.{family}."), target)
+
+
+def judged(family: str, builds: Iterable[Build], target: Target) -> list[Build]:
+    """Builds of a family's kernels with what its file ``builds`` says they must fulfil."""
+    module = importlib.import_module(f"lab.builds.{family}")
+    return [dataclasses.replace(each, judgement=module.judgement(each, target)) for each in builds]
+
+
+def shared_builds(target: Target) -> list[Build]:
+    """Builds of the kernels that families share, each once; nothing is accepted of them.
+
+    Args:
+        target: to build for.
+    """
+    builds: dict[Key, Build] = {}
+    for family in derived_families():
+        for build in _launched(family, target, "anymla.ops._"):
+            builds.setdefault(build.key, build)
+    return list(builds.values())
+
+
+def _launched(family: str, target: Target, module: str) -> list[Build]:
+    """Of kernels in files whose name begins so, what a family's calls launch."""
+    calls = importlib.import_module(f"lab.builds.{family}").calls
+    with recorded_launches(target) as launches:
+        for launches.label, call in calls(target):
+            call()
+    return [each for each in launches.builds.values() if each.module.startswith(module)]

@@ -1,0 +1,225 @@
+"""Where the time of a decode layer goes: whole layers as one CUDA graph, and a layer's kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import pkgutil
+from collections.abc import Iterable, Iterator
+
+import torch
+
+import anymla.ops
+from anymla.bench.gpu_timing import sums
+from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
+from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
+from anymla.layers.plans import Plans
+from anymla.layers.side_stream import INLINE, SideStream
+from anymla.ops.compile_ahead import compiled_together
+from anymla.runtime.device_step import Reads
+from anymla.runtime.options import EngineOptions
+from lab.layer_rival import compile_unfused, rival_kernels
+from lab.layer_work import layer_work
+from lab.peers.deep_gemm import DeepGemm
+from lab.peers.flash_mla import FlashMla
+from lab.timeline import timeline
+
+PART = "decode layer"
+RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
+_LAUNCH_US = 3.0
+_FACTOR = 2.5
+# DeepGEMM where it is.
+Others = tuple[FlashMla, DeepGemm | None]
+# How often each copy of a layer follows in a graph: a model's graph has tens of layers, so that
+# little of what starting a graph takes is left for each.
+_ROUNDS = 3
+_NAME = 48  # characters of a kernel's name that tell it apart
+
+
+def cases(
+    models: Iterable[str] = tuple(MODELS),
+    ratios: Iterable[int] = RATIOS,
+    batches: Iterable[int] = BATCHES,
+    contexts: Iterable[int] = CONTEXTS,
+    queries: int = 1,
+    reads: Iterable[Reads] = (Reads.SLOTS,),
+) -> Iterator[LayerCase]:
+    """Every combination; a layer without entries takes as long at every context."""
+    batches, contexts, reads = tuple(batches), tuple(contexts), tuple(reads)
+    for model in models:
+        for ratio in ratios:
+            for context in contexts if ratio else contexts[:1]:
+                for batch, read in itertools.product(batches, reads):
+                    yield LayerCase(model, ratio, batch, context, queries=queries, reads=read)
+
+
+def layer_cases(
+    chosen: Iterable[LayerCase],
+    clock: Clock,
+    *,
+    beside: bool | None = None,
+    others: Others | None = None,
+    timelines: bool = False,
+) -> Iterator[Case]:
+    """The chosen cases; those of one layer should follow each other.
+
+    Args:
+        chosen: what to measure.
+        clock: whose device the layers are made on.
+        beside: ``EngineOptions.side_stream``.
+        others: peers to measure the same layer assembled from as well.
+        timelines: also see when each kernel starts and ends.
+    """
+    device = clock.device
+    options, second = EngineOptions(side_stream=beside), SideStream(device)
+    for (model, ratio, experts), same in itertools.groupby(chosen, _layer):
+        clock.release()
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            setup = LayerSetup(model, ratio, device, experts=experts)
+            batches = []
+            for case in same:
+                side = second if options.runs_beside(case.batch * case.queries) else INLINE
+                batch = setup.batch(
+                    case.batch, case.context, side, queries=case.queries, reads=case.reads
+                )
+                batches.append((case, batch))
+            compile_ahead(setup, [batch for _, batch in batches], others)
+        for case, batch in batches:
+            yield layer_case(setup, case, batch, others)
+            if timelines:
+                spans = functools.partial(_timeline, setup, batch)
+                yield Case(f"{PART}, timeline", _name(case), spans)
+        del setup, batches
+
+
+def _timeline(setup: LayerSetup, batch: DecodeBatch, _: Clock) -> Iterator[Subject]:
+    spans = timeline(_calls(setup, batch), torch.cuda.Stream())
+    kernels = [dataclasses.astuple(span) for span in spans]
+    last = max(span.end for span in spans)
+    yield Subject("", before=lambda: {"us": last, "timeline_us": kernels})
+
+
+def _name(case: LayerCase) -> str:
+    name = f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}"
+    if case.queries == 1:
+        return name
+    return f"{name}, {case.queries} queries, rows {case.reads.value}"
+
+
+def _layer(case: LayerCase) -> tuple[str, int, int]:
+    return case.model, case.ratio, case.experts
+
+
+def compile_ahead(
+    setup: LayerSetup, batches: Iterable[DecodeBatch], others: Others | None = None
+) -> None:
+    """Compile the batches' kernels in parallel, where there are any to compile."""
+    with compiled_together() as only_compiled:
+        if only_compiled:
+            for batch in batches:
+                # What is only compiled leaves garbage, also in the plans of a step.
+                step = dataclasses.replace(batch.step, plans=Plans())
+                dataclasses.replace(batch, step=step).run(setup.layers[0])
+                if others is not None:
+                    compile_unfused(setup.layers[0].ffn_site, batch.streams)
+
+
+def _calls(setup: LayerSetup, batch: DecodeBatch) -> list[Call]:
+    return [functools.partial(batch.run, layer) for layer in setup.layers]
+
+
+def layer_case(
+    setup: LayerSetup, case: LayerCase, batch: DecodeBatch, others: Others | None = None
+) -> Case:
+    """Microseconds, launches, microseconds by family of kernels, share of the roofline.
+
+    Microseconds are of one of the layers that follow each other in a graph.
+
+    ``times_others`` is how many times as long the layer takes from others' kernels. The families'
+    times are of single kernels, without the gaps between them; ``kernels_us`` has for every kernel
+    how often it is launched, and the microseconds of all its launches.
+    """
+    return Case(
+        PART,
+        _name(case),
+        functools.partial(_subjects, setup, batch, others),
+        judge=functools.partial(_row, case),
+    )
+
+
+def _subjects(
+    setup: LayerSetup, batch: DecodeBatch, others: Others | None, clock: Clock
+) -> Iterator[Subject]:
+    calls = _calls(setup, batch)
+
+    def after(_: float) -> Values:
+        kernels = clock.kernel_times(calls[0])
+        visited = setup.visited(batch)
+        work = layer_work(setup.layers[0], setup.config, batch, visited)
+        return {
+            "launches": len(kernels),
+            "queues": 1 if batch.step.side is INLINE else 3,
+            "layers_of_graph": _ROUNDS * len(calls),
+            "roofline_us": work.roofline_us(clock.copy_bandwidth(), clock.matmul_rate()),
+            "weights_mb": work.weight_bytes / 1e6,
+            "caches_mb": work.cache_bytes / 1e6,
+            "visited_experts": visited,
+            "parts_us": sums((family(name), taken) for name, taken in kernels),
+            "kernels_us": {
+                name: [sum(name == other[:_NAME] for other, _ in kernels), taken]
+                for name, taken in sums((name[:_NAME], taken) for name, taken in kernels).items()
+            },
+        }
+
+    yield Subject("us", calls * _ROUNDS, after=after)
+    if others is not None:
+        inline = dataclasses.replace(batch, step=dataclasses.replace(batch.step, side=INLINE))
+        theirs = _calls(setup, inline)
+
+        def seen(_: float) -> Values:
+            kernels = clock.kernel_times(theirs[0])
+            parts = sums((family(name), taken) for name, taken in kernels)
+            return {"others_launches": len(kernels), "others_parts_us": parts}
+
+        within = functools.partial(rival_kernels, *others)
+        yield Subject("others_us", theirs * _ROUNDS, after=seen, within=within)
+
+
+def _row(case: LayerCase, values: Values) -> tuple[Values, Verdict]:
+    us, roofline = values["us"], values["roofline_us"]
+    if case.queries > 1:
+        values |= {"queries": case.queries, "reads": case.reads.name.lower()}
+    values["share_of_roofline"] = roofline / us
+    if "others_us" in values:
+        values["times_others"] = values["others_us"] / us
+    allowed = _FACTOR * roofline + _LAUNCH_US * values["launches"]
+    words = f"<= {_FACTOR} x roofline + {_LAUNCH_US} us a launch"
+    verdict = (words, us <= allowed) if case.batch <= 8 else None
+    digits = dict.fromkeys(("us", "others_us", "roofline_us", "weights_mb", "caches_mb"), 1)
+    return rounded(values, digits | {"times_others": 2, "share_of_roofline": 3}), verdict
+
+
+def family(kernel: str) -> str:
+    """The family of operations that a kernel belongs to; "torch" for torch's and the vendor's."""
+    return _families().get(kernel, "torch")
+
+
+_FOUND: dict[str, str] = {}
+
+
+def _families() -> dict[str, str]:
+    """Family of every kernel of the package by its name."""
+    if not _FOUND:
+        for found in pkgutil.iter_modules(anymla.ops.__path__):
+            if not found.ispkg:
+                continue
+            path = importlib.import_module(f"anymla.ops.{found.name}").__path__
+            for module in pkgutil.iter_modules(path, f"anymla.ops.{found.name}."):
+                if "triton_" in module.name or "gluon_" in module.name:
+                    for name in vars(importlib.import_module(module.name)):
+                        if name.endswith("_kernel"):
+                            _FOUND.setdefault(name, found.name)
+    return _FOUND

@@ -1,0 +1,281 @@
+"""Decode steps of a whole model of real size, random weights: replayed, and launched one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from anymla.bench.gpu_timing import kernel_times, sums
+from anymla.bench.layer_setup import MODELS
+from anymla.bench.random_caches import fill_randomly
+from anymla.bench.random_weights import RandomWeights
+from anymla.bench.report import Result
+from anymla.layers.step import Step
+from anymla.model.build import Builder, Ngrams
+from anymla.model.config import EngramConfig, ModelConfig
+from anymla.model.transformer import Transformer
+from anymla.ops.compile_ahead import compiled_together
+from anymla.runtime.cache_store import CacheStore
+from anymla.runtime.device_step import Batch, BatchSizes, device_step
+from anymla.runtime.engine import Engine
+from anymla.runtime.ngrams import NgramReader
+from anymla.runtime.options import DecodeMode, EngineOptions
+from anymla.runtime.request import Request
+from anymla.runtime.sampler import best_tokens
+from anymla.runtime.scoring import token_logprobs
+from anymla.testing.published import FLASH_41
+from lab.layer import family
+from lab.timing import median, spread
+
+WHOLE: dict[str, dict[str, Any]] = MODELS | {"flash-41": FLASH_41}
+PART = "whole model, random weights, decode step"
+# Before times are taken: they compile what is left to compile, record, and warm up.
+_FIRST_STEPS = 4
+
+
+# Hashes of n-grams are taken modulo primes from here on, where they are in a random model: tables
+# have 12 MB each, of which as many rows are read as of those of 100 GB.
+_BUCKETS = 1000
+
+
+def random_model(
+    model: str,
+    device: torch.device,
+    *,
+    layers: int,
+    experts: int,
+    changes: dict[str, object],
+    ngrams: bool = False,
+) -> Transformer:
+    """The first layers of a model, with few experts, without draft layers.
+
+    With ``ngrams`` V4.1's layers read theirs, from small tables on the host.
+    """
+    published = WHOLE[model]
+    text = published.get("text_config", published)
+    values = text | {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": 0,
+        "compress_ratios": text["compress_ratios"][:layers],
+        "num_hash_layers": min(layers, text.get("num_hash_layers", 0)),
+        "n_routed_experts": experts,
+    }
+    if text is not published:
+        values = published | {"text_config": _shared_values(values, layers, ngrams) | changes}
+        changes = {}
+    config = ModelConfig.from_dict(values | changes)
+    weights = RandomWeights(config, device)
+    engram = config.engram
+    return Builder(
+        config,
+        weights.tensor,
+        weights.linear,
+        dtype=torch.bfloat16,
+        device=device,
+        backend=None,
+        ngrams=None
+        if engram is None
+        else Ngrams(torch.arange(config.vocab_size) % engram.tokens, weights.table),
+    ).transformer()
+
+
+def _shared_values(values: dict[str, Any], layers: int, ngrams: bool) -> dict[str, Any]:
+    """V4.1's fields for its first layers."""
+    kept = {k: v for k, v in values.items() if not k.startswith("dspark_")}
+    sources = {
+        name: [layer for layer in kept[name] if layer < layers]
+        for name in ("kv_source_layer_ids", "index_source_layer_ids")
+    }
+    candidates = kept["candidate_source_layer_id"]
+    keeps = {"candidate_source_layer_id": candidates if candidates < layers else -1}
+    reading = [layer for layer in kept["engram_layer_ids"] if layer < layers] if ngrams else []
+    engram = EngramConfig(
+        layer_ids=tuple(reading),
+        rows=(),
+        max_ngram=kept["engram_max_ngram_size"],
+        buckets=_BUCKETS,
+        heads=kept["engram_n_heads"],
+        head_dim=kept["engram_head_dim"],
+        pad_token=kept["engram_pad_token_id"],
+        tokens=kept["engram_compressed_vocab_size"],
+    )
+    tables = {
+        "engram_layer_ids": reading,
+        "engram_num_embeddings": list(engram.filled_rows),
+        "engram_vocab_size": engram.buckets,
+    }
+    return kept | sources | keeps | tables
+
+
+def decode_steps(
+    model: Transformer,
+    label: str,
+    batches: tuple[int, ...],
+    modes: tuple[DecodeMode, ...],
+    *,
+    context: int = 4096,
+    steps: int = 32,
+    kv_cache: str = "fp8",
+) -> Iterator[Result]:
+    """Wall time of steps, choosing tokens included.
+
+    Requests begin with ``context`` tokens whose cache rows are random, so that nothing has to be
+    prefilled. All modes see the same ones, and their tokens are compared with the first mode's.
+    Kernels are timed when all steps have been: the profiler's hooks stay in the process.
+
+    Args:
+        model: the model.
+        label: for people.
+        batches: requests at a time.
+        modes: of ``EngineOptions.decode``.
+        context: tokens of a request in front of the first step.
+        steps: how many are timed.
+        kv_cache: of ``EngineOptions``.
+    """
+    timed: list[tuple[Engine, Result]] = []
+    for batch in batches:
+        wanted: list[list[int]] = []
+        for mode in modes:
+            start = time.perf_counter()
+            engine = engine_at(model, batch, context, _FIRST_STEPS + steps, mode, kv_cache=kv_cache)
+            _compile_ahead(model, engine.store, batch, engine.options.max_seq_len)
+            times = _times(engine, steps)
+            elapsed = time.perf_counter() - start
+            tokens = [engine.state(str(number)).generated for number in range(batch)]
+            wanted = wanted or tokens
+            low, high = spread(times)
+            same = sum(map(list.__eq__, tokens, wanted))
+            exact = mode != "plain"
+            result = Result(
+                PART,
+                f"{label}, batch {batch}, context {context}, {mode}",
+                {
+                    "us": round(median(times) * 1e6, 1),
+                    "us_p10": round(low * 1e6, 1),
+                    "us_p90": round(high * 1e6, 1),
+                    "tokens_per_s": round(batch / median(times), 1),
+                    "same_tokens": f"{same} of {batch}",
+                    "all_s": round(elapsed, 1),
+                },
+                target=f"the tokens of {modes[0]}" if exact else None,
+                met=same == batch if exact else None,
+            )
+            timed.append((engine, result))
+    while timed:
+        engine, result = timed.pop(0)
+        result.values.update(_kernels(engine))
+        yield result
+
+
+def engine_at(
+    model: Transformer,
+    batch: int,
+    context: int,
+    steps: int,
+    mode: DecodeMode,
+    *,
+    draft_tokens: int = 0,
+    kv_cache: str = "fp8",
+) -> Engine:
+    """An engine of random caches, whose requests all decode next.
+
+    Whatever the options, requests have the same rows.
+
+    Args:
+        model: the model.
+        batch: requests.
+        context: tokens of each.
+        steps: that none of them ends in.
+        mode: of ``EngineOptions.decode``.
+        draft_tokens: likewise.
+        kv_cache: likewise.
+    """
+    longest = context + (steps + 4) * (1 + draft_tokens)
+    engine = Engine(
+        model,
+        EngineOptions(
+            max_requests=batch,
+            max_seq_len=longest,
+            chunk_size=1,
+            decode=mode,
+            draft_tokens=draft_tokens,
+            kv_cache=kv_cache,
+        ),
+    )
+    fill_randomly(engine.store, seed=0)
+    vocabulary = range(2, model.config.vocab_size)
+    for number in range(batch):
+        prompt = tuple(random.Random(number).choices(vocabulary, k=context))
+        engine.submit(Request(str(number), prompt, max_new_tokens=longest - context))
+        state = engine.state(str(number))
+        state.tokens.append(2 + number)
+        state.computed = context
+    engine.scheduler.next_spans()  # admits them
+    for number in range(batch):
+        state = engine.state(str(number))
+        engine.store.slide(state)
+        for table in engine.store.tables.values():
+            table.extend(state.row, context)
+    return engine
+
+
+@torch.inference_mode()
+def _compile_ahead(model: Transformer, store: CacheStore, batch: int, max_seq_len: int) -> None:
+    """Compile the kernels of a decode step in parallel, where there are any to compile."""
+    device = store.device
+    if device.type == "cpu":
+        return
+    with compiled_together() as only_compiled:
+        if not only_compiled:
+            return
+        step = padding_step(model, store, batch, max_seq_len)
+        hidden = model.forward(step, store.layers, only=model.kinds_of_layers())
+        logits = model.logits(hidden)
+        token_logprobs(logits, best_tokens(logits))
+
+
+def padding_step(model: Transformer, store: CacheStore, batch: int, max_seq_len: int) -> Step:
+    """A decode step of ``batch`` tokens that are nobody's."""
+    device = store.device
+    rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    nobody = torch.zeros(batch, dtype=torch.int32, device=device)
+    absent = torch.full((batch,), store.absent_row, device=device)
+    tables = {
+        group.name: store.tables[group.name].rows(absent, max_seq_len) for group in store.groups
+    }
+    step = device_step(
+        Batch(nobody, rows, nobody, nobody, tables),
+        store.groups,
+        BatchSizes((1,) * batch, batch, max_seq_len),
+        backend="torch",  # what tensors are indexed with must be right
+    )
+    ngrams = NgramReader(model.engrams, device).nothing(batch)
+    return dataclasses.replace(step, ngrams=ngrams)
+
+
+def _kernels(engine: Engine) -> dict[str, object]:
+    """Launches of a step, and the microseconds of its kernels by family."""
+    if engine.store.device.type == "cpu":
+        return {}
+    kernels = kernel_times(engine.step)
+    return {
+        "launches": len(kernels),
+        "parts_us": sums((family(name), taken) for name, taken in kernels),
+    }
+
+
+def _times(engine: Engine, steps: int) -> list[float]:
+    """Seconds of decode steps."""
+    for _ in range(_FIRST_STEPS):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    return times

@@ -1,0 +1,66 @@
+"""What was seen of the Hopper decode kernels beside answers and times, as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lab.page.rows import Row, case_of, source
+from lab.page.table import Table, markdown
+
+_SHARES = ("dram", "l2", "l1", "tensor", "issue")
+
+
+def evidence_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Tables by the marks that they stand between; without rows none."""
+    made = {
+        "decode_stress": _stress(rows),
+        "decode_racecheck": _racecheck(rows),
+        "decode_counters": _counters(rows),
+    }
+    return {
+        name: [*markdown(table), "", f"({table.source})"]
+        for name, table in made.items()
+        if table.body
+    }
+
+
+def _of(rows: Sequence[Row], part: str) -> list[Row]:
+    return [row for row in rows if row.get("part") == part]
+
+
+def _stress(rows: Sequence[Row]) -> Table:
+    used = _of(rows, "stress of decode")
+    body = [
+        [
+            case_of(row),
+            f"{row['calls']:,}",
+            f"{row['blocks'] / 1e6:,.0f}" if "blocks" in row else "",
+            f"{row['different']:,}",
+        ]
+        for row in used
+    ]
+    head = ["what", "calls compared", "million blocks", "different"]
+    return Table("decode-stress", "Decode, repeated", head, body, source(used))
+
+
+def _racecheck(rows: Sequence[Row]) -> Table:
+    used = _of(rows, "racecheck")
+    body = [[case_of(row), "some" if row["pairs"] is None else str(row["pairs"])] for row in used]
+    return Table("decode-racecheck", "racecheck", ["what", "reports"], body, source(used))
+
+
+def _counters(rows: Sequence[Row]) -> Table:
+    used = _of(rows, "counters of decode")
+    body = [
+        [
+            case_of(row),
+            f"{row['microseconds']:.1f}",
+            *(f"{row[name]:.1f}" if name in row else "" for name in ("bytes_us", "matrix_us")),
+            *(f"{row[name + '_percent']:.0f}" for name in _SHARES),
+            " ".join(list(row["stalled"])[:2]).replace("_", " "),
+        ]
+        for row in used
+    ]
+    head = ["launch", "us", "its bytes", "its products", "DRAM %", "L2 %", "L1 %", "tensor %"]
+    head += ["issue %", "warps wait for"]
+    return Table("decode-counters", "Counters of decode", head, body, source(used))

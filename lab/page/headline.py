@@ -1,0 +1,118 @@
+"""The story in a few seconds: three sentences, one chart, one table."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from lab.page.figure import Range, Ranges
+from lab.page.peers import others_of
+from lab.page.reading import own_us
+from lab.page.rows import Row, case_of, device_of, source
+
+
+def comparisons(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
+    """Times as fast as others, by what ran and beside what, then by case.
+
+    The fastest of the others counts where a row has several.
+    """
+    made: dict[tuple[str, str], dict[str, float]] = {}
+    for name, belongs in _FAMILIES.items():
+        for row in rows:
+            mine, others = own_us(row), others_of(row)
+            if mine is None or not others or not belongs(row):
+                continue
+            peer = min(others, key=others.__getitem__)
+            cases = made.setdefault((name, peer), {})
+            cases[f"{row.get('part')}: {case_of(row)}"] = others[peer] / mine
+    return made
+
+
+def _part(pattern: str, **values: object) -> Callable[[Row], bool]:
+    """Whether a row's part matches from its beginning to its end, and it has these values."""
+
+    def belongs(row: Row) -> bool:
+        if not re.fullmatch(pattern, str(row.get("part", ""))):
+            return False
+        return all(row.get(key) == value for key, value in values.items())
+
+    return belongs
+
+
+def _layers_of(model: str) -> Callable[[Row], bool]:
+    return lambda row: row.get("part") == "decode layer" and case_of(row).startswith(model)
+
+
+_FAMILIES: dict[str, Callable[[Row], bool]] = {
+    "Decode attention, one query": _part("decode attention beside FlashMLA", rows=1),
+    "Decode attention, two queries": _part("decode attention beside FlashMLA", rows=2),
+    "Prefill attention": _part("attention during prefill|flash_mla_sparse_fwd"),
+    "Prefill from FP8 pages": _part("prefill from FP8 pages to .*"),
+    "Index selection": _part("indexer"),
+    "V4-Flash decode layer": _layers_of("flash"),
+    "V4-Pro decode layer": _layers_of("pro"),
+    "Decode, V3.2's rows": _part("decode attention over V3.2's rows.*"),
+}
+
+
+_TOLD = {"Decode attention, one query": "decode attention", "Index selection": "index selection"}
+
+
+def headline(rows: Sequence[Row]) -> Ranges | None:
+    """Every comparison with another library: the range over all recorded shapes.
+
+    Args:
+        rows: those that count (``newest``).
+    """
+    found = comparisons(rows)
+    if not found:
+        return None
+    ranges = []
+    for (name, peer), cases in found.items():
+        low, high, middle = min(cases.values()), max(cases.values()), mean(cases.values())
+        text = f"{middle:.2f} × {peer}"
+        ranges.append(Range(name, low, middle, high, text))
+    used = [row for row in rows if own_us(row) and others_of(row)]
+    return Ranges(
+        key="headline",
+        title="Times as fast as the libraries that engines use today",
+        x_label="times as fast: least, geometric mean, greatest",
+        source=source(used),
+        note="All recorded shapes; right of the line this package is faster, left of it (red) the "
+        "other. FlashMLA pads fewer than 64 heads to 64. Medians of CUDA-graph replay.",
+        ranges=tuple(ranges),
+        even=1.0,
+    )
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def sentences(rows: Sequence[Row]) -> list[str]:
+    """What was measured, how it compares, and where it falls short."""
+    found = comparisons(rows)
+    if not found:
+        return []
+    used = [row for row in rows if own_us(row) and others_of(row)]
+    devices = " and ".join(dict.fromkeys(map(device_of, used)))
+    ratios = [min(others_of(row).values()) / (own_us(row) or 1.0) for row in used]
+    lost = [ratio for ratio in ratios if ratio < 1]
+    asked = [row for row in rows if row.get("met") is not None]
+    short_of = [row for row in asked if row["met"] is False]
+    told = [
+        f"{what} {mean(cases.values()):.2f} times as fast as {peer}"
+        for (name, peer), cases in found.items()
+        if (what := _TOLD.get(name))
+    ]
+    losing = f"{len(lost)} shapes lose, the slowest at {min(ratios):.2f}" if lost else "none loses"
+    return [
+        f"DeepSeek-V4's sparse attention on {devices}, each shape beside the library that an "
+        "engine would use, in the same process on the same inputs.",
+        f"It is faster in {len(ratios) - len(lost)} of {len(ratios)} shapes"
+        + (f": {', '.join(told)} (geometric means)." if told else "."),
+        f"Where it falls short: {losing}, and {len(short_of)} of {len(asked)} targets are missed.",
+    ]

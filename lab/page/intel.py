@@ -1,0 +1,83 @@
+"""What Intel's compilers made of the kernels, from recorded builds and nothing else."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from anymla.ops.device import TARGETS
+from lab.page.rows import Row
+
+PEER_PART = "decode attention built for Intel's GPUs"
+
+
+def intel_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table: a line a kernel, a column a target, the largest of its builds.
+
+    A cell has registers that were spilled, KiB of instructions, matrix instructions (DPAS), KiB of
+    private memory a thread if there is any, and of how many builds; "-" where none was recorded.
+
+    Args:
+        rows: the newest of each build; others are left out.
+    """
+    builds: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        if "module" in row and str(row["target"]).startswith("xpu_"):
+            family = row["module"].removeprefix("anymla.ops.").split(".")[0]
+            builds[f"{family}: {row['label'].split()[0]}", row["target"]].append(row)
+    targets = [name for name in TARGETS if any(target == name for _, target in builds)]
+    if not targets:
+        return []
+    lines = ["| kernel | " + " | ".join(targets) + " |", "|---" * (len(targets) + 1) + "|"]
+    for kernel in sorted({kernel for kernel, _ in builds}):
+        cells = [_cell(builds[kernel, target]) for target in targets]
+        lines.append(f"| {kernel} | " + " | ".join(cells) + " |")
+    found = [row for each in builds.values() for row in each]
+    compilers = {(row["triton"], row["ocloc"]) for row in found if row.get("built")}
+    lines += ["", *(f"(triton-xpu {triton}, ocloc {ocloc})" for triton, ocloc in sorted(compilers))]
+    return lines
+
+
+def intel_peer_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table: decode attention of both libraries, a line a target and kernel.
+
+    Args:
+        rows: the newest of each kernel; others are left out.
+    """
+    found = [row for row in rows if row.get("part") == PEER_PART]
+    if not found:
+        return []
+    lines = [
+        "| target | kernel | spilled | KiB | DPAS | instructions a key | sink |",
+        "|---" * 7 + "|",
+    ]
+    for row in sorted(found, key=lambda row: list(TARGETS).index(row["target_name"])):
+        each, whole = row["instructions_per_key"], row["library_instructions_per_key"]
+        keys = f"{each:,}" if each == whole else f"{each:,} of {whole:,}"
+        cells = (
+            row["target_name"], f"{row['library']}: {row['kernel']}", f"{row['spills']:,}",
+            f"{row['code_bytes'] / 1024:.0f}", row["products"], keys,
+            "yes" if row["sink"] else "left out",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    made = {(row["triton"], row["ocloc"], row["vllm"]) for row in found}
+    words = "(triton-xpu {}, ocloc {}, vLLM {})"
+    return [*lines, "", *(words.format(*each) for each in sorted(made, key=str))]
+
+
+def _cell(builds: Sequence[Row]) -> str:
+    if not builds:
+        return "-"
+    made = [row for row in builds if row["built"]]
+    if not made:
+        return f"not built: 0 of {len(builds)}"
+    spills, code, private, products = (
+        max(row[name] for row in made)
+        for name in ("spills", "code_bytes", "private_bytes", "products")
+    )
+    words = [f"{spills} spilled" if spills else "no spill", f"{code / 1024:.0f} KiB"]
+    words += [f"{products} DPAS"] * bool(products)
+    words += [f"{private / 1024:.1f} KiB private"] * bool(private)
+    whole = len(made) == len(builds)
+    words.append(f"of {len(builds)}" if whole else f"{len(made)} of {len(builds)} built")
+    return ", ".join(words)

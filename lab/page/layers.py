@@ -1,0 +1,109 @@
+"""Decode layers: where their time goes, as a figure and as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lab.page.figure import Stack, Stacks
+from lab.page.reading import microseconds
+from lab.page.rows import MODELS, Row, case_of, source
+
+_CASE = re.compile(r"(\w+), ratio (\d+), batch (\d+), context (\d+)$")
+# Families of kernels as people call them, in the order of a legend.
+_PARTS = {
+    "moe": "experts",
+    "linear": "linear layers",
+    "hyper_connection": "hyper-connections",
+    "indexer": "indexer",
+    "sparse_attention": "attention",
+    "compressor": "compressors",
+    "torch": "cuBLAS, torch",
+    "": "rest",
+}
+_DRAWN_CONTEXTS = (4096, 65536)
+
+
+def layer_rows(rows: Sequence[Row]) -> list[Row]:
+    """Measured layers: by model, ratio, context, batch."""
+    chosen = [row for row in rows if row.get("part") == "decode layer" and "parts_us" in row]
+    chosen = [row for row in chosen if _CASE.match(case_of(row))]
+    return sorted(chosen, key=_place)
+
+
+def _place(row: Row) -> tuple[str, int, int, int]:
+    model, ratio, batch, context = _sizes(row)
+    return model, {4: 0, 128: 1}.get(ratio, 2), context, batch
+
+
+def _sizes(row: Row) -> tuple[str, int, int, int]:
+    found = _CASE.match(case_of(row))
+    assert found is not None
+    return found[1], int(found[2]), int(found[3]), int(found[4])
+
+
+def _parts(row: Row) -> list[float]:
+    """Microseconds of each of ``_PARTS``."""
+    given = {str(name): float(us) for name, us in row["parts_us"].items()}
+    named = [given.pop(name, 0.0) for name in _PARTS if name]
+    return [*named, sum(given.values())]
+
+
+def drawn_layers(rows: Sequence[Row]) -> list[Row]:
+    """Measured layers at one context a ratio."""
+    chosen = []
+    for row in layer_rows(rows):
+        _, ratio, _, context = _sizes(row)
+        if context == _DRAWN_CONTEXTS[ratio > 0]:
+            chosen.append(row)
+    return chosen
+
+
+def layer_parts(rows: Sequence[Row]) -> Stacks | None:
+    """Shares of a layer's kernels, at one context a ratio."""
+    chosen = drawn_layers(rows)
+    if not chosen:
+        return None
+    stacks = []
+    for row in chosen:
+        model, ratio, batch, _ = _sizes(row)
+        *named, compressors, torch_us, rest = _parts(row)
+        text = f"{row['us']:,.0f} us, roof {row['roofline_us']:,.0f}"
+        name = f"{MODELS[model]}, ratio {ratio}, {batch} request{'s' if batch > 1 else ''}"
+        stacks.append(Stack(name, (*named, compressors + torch_us + rest), text))
+    return Stacks(
+        key="layer-parts",
+        title="Where the time of a decode layer goes",
+        x_label="percent of the kernels' time",
+        source=source(chosen),
+        note="64k tokens of context (4k where there is a window only). The roof is what the bytes "
+        "and operations take at this device's measured rates.",
+        parts=(*list(_PARTS.values())[:5], "rest"),
+        stacks=tuple(stacks),
+    )
+
+
+def layer_table(rows: Sequence[Row]) -> list[str]:
+    """Markdown lines: every measured layer, and the same one from others' kernels."""
+    head = ["layer", "context", "batch", "us", "others", "times", "launches", "roofline", "%"]
+    head += _PARTS.values()
+    lines = [f"| {' | '.join(head)} |", f"|---{'|--:' * (len(head) - 1)}|"]
+    chosen = layer_rows(rows)
+    for row in chosen:
+        model, ratio, batch, context = _sizes(row)
+        others, times = row.get("others_us"), row.get("times_others")
+        slower = isinstance(times, float) and times < 1
+        cells = [
+            f"{MODELS[model]}, ratio {ratio}",
+            f"{context:,}",
+            str(batch),
+            microseconds(row["us"]),
+            "" if others is None else microseconds(others),
+            "" if times is None else f"**{times:.2f} slower**" if slower else f"{times:.2f}",
+            str(row["launches"]),
+            microseconds(row["roofline_us"]),
+            f"{100 * row['roofline_us'] / row['us']:.0f}",
+            *(microseconds(us) for us in _parts(row)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", f"({source(chosen)})"] if chosen else []

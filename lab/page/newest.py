@@ -1,0 +1,112 @@
+"""Which rows count: a newer row of the same thing supersedes the older.
+
+Everything that shows recorded rows (the report, the tables of README.md and docs) takes them from
+here, so that no two places can disagree about a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lab.page.reading import is_number, own_us, peer_us
+from lab.page.rows import Row, case_of, device_of
+
+_DECODE = re.compile(r"sparse_attention, (\d+) tokens, (\d+) heads, 128 \+ (\d+) slots$")
+_DECODE_PARTS = ("decode attention beside FlashMLA", "portable decode attention beside vLLM's")
+_SELECT = re.compile(r"paged_mqa_logits( and topk_per_row 512)?, (\d+) x (\d+) keys$")
+_BESIDE = re.compile(r"decode (\d+) x (\d+) x (\d+)$")
+_AT_MOST = re.compile(r"<= ([\d.]+) us$")
+
+
+class Thing(NamedTuple):
+    """What a number is of; backend, commit, versions and date are not part of it.
+
+    Attributes:
+        operation: what ran.
+        shape: over what, in the same words whichever benchmark wrote the row.
+        device: where.
+        peer: the other library that was timed in the same process; "" for our own number.
+    """
+
+    operation: str
+    shape: str
+    device: str
+    peer: str
+
+
+def things_of(row: Row) -> list[Thing]:
+    """Everything that a row measures: its own number first, then each comparison."""
+    operation, shape = _operation(row)
+    device = str(row["target"]) if "module" in row or "family" in row else device_of(row)
+    made = [Thing(operation, shape, device, "")]
+    made += [Thing(operation, shape, device, peer) for peer in peer_us(row)]
+    if is_number(row.get("gluon_sm90_scores_us")) or is_number(row.get("triton_scores_us")):
+        # A row of index selection also has the time of its first half.
+        made.append(Thing(operation.replace("selection", "scores"), shape, device, ""))
+    return made
+
+
+def _operation(row: Row) -> tuple[str, str]:
+    """Operation and shape, said in one way for all benchmarks."""
+    part, case = str(row.get("part") or row.get("file", "")), case_of(row)
+    if "module" in row:  # a build
+        return f"build of {row['module']}", f"{row.get('number')}, {case}"
+    if "family" in row:  # a run of its tests
+        return "tests", str(row["family"])
+    if part == "conformance":
+        return f"conformance of {row['subject']}", str(row["case_id"])
+    if part in _DECODE_PARTS and is_number(row.get("extra")):
+        paged = "" if row.get("page", 64) == 64 else f", pages of {row['page']}"
+        ragged = ", ragged" if row.get("ragged") else ""
+        size = f"{row['batch']} x {row['rows']} queries, {row['heads']} heads"
+        return "decode attention", f"{size}, 128 + {row['extra']} slots{paged}{ragged}"
+    if found := _DECODE.match(case):
+        tokens, heads, extra = found.groups()
+        return "decode attention", f"{tokens} x 1 queries, {heads} heads, 128 + {extra} slots"
+    if found := _SELECT.match(case):
+        what = "index selection" if found[1] else "index scores"
+        return what, f"{found[2]} x 1 queries, {found[3]} keys"
+    if part == "indexer" and case.startswith("prefill "):
+        return "index selection of a prefill", case.removeprefix("prefill ")
+    if part == "indexer" and (found := _BESIDE.match(case)) and "topk_us" in row:
+        return "index selection", f"{found[1]} x {found[2]} queries, {found[3]} keys"
+    return part, f"{case}, run {row['run']}" if "run" in row else case
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """The rows that are the newest of anything that they measure, in the order given.
+
+    A row whose every number was measured again is left out, also if another benchmark, backend or
+    commit measured it. A time that was asked of it is asked of the row that took its place. Of two
+    rows of one date the later counts.
+    """
+    given = list(rows)
+    places: dict[Thing, int] = {}
+    for place, row in enumerate(given):
+        for thing in things_of(row):
+            known = places.get(thing)
+            if known is None or _date(row) >= _date(given[known]):
+                places[thing] = place
+    kept = set(places.values())
+    asked: dict[int, str] = {}
+    for place, row in enumerate(given):
+        heir = places[things_of(row)[0]]
+        if place not in kept and _AT_MOST.match(str(row.get("target", ""))):
+            asked[heir] = str(row["target"])
+    return [_judged(given[place], asked.get(place)) for place in sorted(kept)]
+
+
+def _date(row: Row) -> str:
+    return str(row.get("date", ""))
+
+
+def _judged(row: Row, target: str | None) -> Row:
+    """The row with what was asked of the one before it, unless something is asked of it already."""
+    us = own_us(row)
+    if target is None or row.get("target") is not None or us is None:
+        return row
+    found = _AT_MOST.match(target)
+    assert found is not None
+    return {**row, "target": target, "met": us <= float(found[1])}

@@ -1,0 +1,112 @@
+"""Attention during prefill beside FlashMLA, as Markdown tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lab.page.reading import microseconds
+from lab.page.rows import Row, case_of, source
+from lab.page.table import Table, markdown
+
+_CASE = re.compile(r"(\w+)(?: top (\d+))? h(\d+) T=(\d+) of (\d+)$")
+_LAYERS = {"window": "window", "selected": "C4", "scattered": "C4, scattered", "all": "C128"}
+_ATTENTION = "attention during prefill"
+_PIPELINE = "prefill from FP8 pages to {} heads"
+_LISTS = "flash_mla_sparse_fwd"
+
+
+def prefill_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Tables by the marks that they stand between; without rows none."""
+    made = {
+        "prefill": _attention(rows),
+        "prefill_pipeline": _pipeline(rows),
+        "prefill_lists": _lists(rows),
+    }
+    return {
+        name: [*markdown(table), "", f"({table.source})"]
+        for name, table in made.items()
+        if table.body
+    }
+
+
+def _attention(rows: Sequence[Row]) -> Table:
+    used = [row for row in rows if row.get("part") == _ATTENTION and "peer_us" in row]
+    used = [row for row in used if _shape(row) is not None]
+    shares = all("roofline_us" in row for row in used)
+    body = [
+        [
+            *(_shape(row) or ()),
+            f"{microseconds(row['us'])} ({row['teraflops']:.0f})",
+            *([f"{row['roofline_us'] / row['us']:.0%}"] if shares else []),
+            microseconds(row["peer_us"]),
+            _times(row["ratio"], row.get("target")),
+            f"{row['error']:.2e}, {row['peer_error']:.2e}",
+            microseconds(row["fp8_us"]),
+            microseconds(row["peer_us"] + row["pass_us"]),
+            _times(row["fp8_ratio"]),
+        ]
+        for row in used
+    ]
+    head = ["layer", "heads", "queries of context", "us (TFLOP/s)"]
+    head += ["of roofline"] if shares else []
+    head += ["FlashMLA us", "times", "error, both"]
+    head += ["us, FP8 output", "FlashMLA + pass us", "times"]
+    return Table("prefill", "Attention during prefill", head, body, source(used))
+
+
+def _pipeline(rows: Sequence[Row]) -> Table:
+    ends: dict[str, dict[str, Row]] = {
+        end: {case_of(row): row for row in rows if row.get("part") == _PIPELINE.format(end)}
+        for end in ("bf16", "fp8")
+    }
+    body, used = [], []
+    for case, plain in ends["bf16"].items():
+        shape, quantised = _shape(plain), ends["fp8"].get(case)
+        if shape is None or quantised is None:
+            continue
+        used += [plain, quantised]
+        cells = [
+            text
+            for row in (plain, quantised)
+            for text in (
+                microseconds(row["us"]),
+                microseconds(row["peer_us"]),
+                _times(row["ratio"], row.get("target")),
+            )
+        ]
+        body.append([*shape, *cells])
+    head = ["layer", "heads", "queries of context"]
+    head += ["us to bfloat16 heads", "gather, FlashMLA us", "times"]
+    head += ["us to FP8 heads", "gather, FlashMLA, pass us", "times"]
+    return Table("prefill-pipeline", "Prefill from FP8 pages", head, body, source(used))
+
+
+def _lists(rows: Sequence[Row]) -> Table:
+    used = [row for row in rows if row.get("part") == _LISTS and "peer_us" in row]
+    body = [
+        [
+            case_of(row),
+            microseconds(row["us"]),
+            microseconds(row["peer_us"]),
+            _times(row["ratio"], row.get("target")),
+        ]
+        for row in used
+    ]
+    head = ["rows by lists", "us", "FlashMLA us", "times"]
+    return Table("prefill-lists", "Rows by lists alone", head, body, source(used))
+
+
+def _shape(row: Row) -> list[str] | None:
+    found = _CASE.match(case_of(row))
+    if found is None:
+        return None
+    kind, topk, heads, tokens, context = found.groups()
+    layer = _LAYERS.get(kind, kind) + (f" top {topk}" if topk else "")
+    return [layer, heads, f"{int(tokens):,} of {int(context):,}"]
+
+
+def _times(ratio: float, target: object = None) -> str:
+    """How many times as fast; marked where it falls short of what was asked."""
+    short = isinstance(target, str) and ratio < float(target.removesuffix("x"))
+    return f"!{ratio:.2f} of {target}" if short else f"{ratio:.2f}"

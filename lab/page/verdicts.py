@@ -1,0 +1,57 @@
+"""What the conformance cases said: who keeps what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lab.page.rows import Row, device_of, is_gpu, source
+from lab.page.table import Table
+
+
+def _judged(row: Row) -> str:
+    """What was judged, and where."""
+    return f"{row['subject']} ({device_of(row) if is_gpu(row) else 'CPU'})"
+
+
+def _verdicts(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    """Rows by what was judged and by case."""
+    judged = [row for row in rows if row.get("part") == "conformance"]
+    return {(_judged(row), str(row["case_id"])): row for row in judged}
+
+
+def conformance(rows: Sequence[Row]) -> Table:
+    """Cases down, what was judged across."""
+    newest = _verdicts(rows)
+    subjects = sorted({subject for subject, _ in newest}, key=lambda name: (_order(name), name))
+    stories: dict[str, str] = {}
+    words: dict[str, dict[str, str]] = defaultdict(dict)
+    marks = {"passed": "ok", "failed": "!fails", "not applicable": "-"}
+    # A case tells what it told in its newest row.
+    for (subject, case_id), row in sorted(newest.items(), key=lambda item: str(item[1]["date"])):
+        stories[case_id] = str(row["story"])
+        words[case_id][subject] = marks.get(str(row["status"]), "?")
+    body = [
+        [case_id, stories[case_id], *(words[case_id].get(subject, "") for subject in subjects)]
+        for case_id in sorted(stories, key=lambda name: ("LQRCIAM".find(name[0]), int(name[1:])))
+    ]
+    head = ["case", "what must hold", *subjects]
+    versions = {_judged(r): str(r["version"]) for r in newest.values() if r.get("version")}
+    note = "An empty cell: not run. " + "; ".join(f"{n}: {v}" for n, v in versions.items())
+    origin = source(list(newest.values()))
+    return Table("conformance", "Conformance: who keeps what", head, body, origin, note)
+
+
+def _order(subject: str) -> int:
+    """This package's backends before other libraries."""
+    own = ("best", "torch", "triton", "gluon_sm90", "vendor", "reference", "anymla.compat")
+    return 0 if subject.split(" ")[0].rstrip(",") in own else 1
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """What each failing case said."""
+    return [
+        f"- {subject}, {case_id}: {str(row['detail'])[:300]}"
+        for (subject, case_id), row in _verdicts(rows).items()
+        if row["status"] == "failed"
+    ]

@@ -1,0 +1,168 @@
+"""Where the time of decode steps goes: a profiler's trace of replayed graphs, taken apart.
+
+Kernels of a step overlap: some are launched early, some run on further streams. So a kernel counts
+with what the step's end is later by it, and the parts add up to the time that the steps took.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lab.layer import family
+
+DRAFT, BETWEEN, GAPS, HEAD = "draft", "between graphs", "gaps in graphs", "head and choice"
+_PARTS = {
+    "sparse_attention": "attention",
+    "prefill_attention": "attention",
+    "indexer": "indexer",
+    "compressor": "compressor",
+    "moe": "experts",
+    "linear": "linears",
+    "engram": "n-grams",
+    "hyper_connection": "hyper-connections",
+    "norm_rope": "norms, RoPE, rows",
+    "kv_cache": "norms, RoPE, rows",
+    "selection": "metadata",
+}
+# Words in the names of kernels that are not the package's own.
+_OTHERS = (
+    ("broadcast", "agreement"),
+    ("nccl", "all-reduce"),
+    ("push_sum", "all-reduce"),
+    ("all_reduce", "all-reduce"),
+    ("gemm", "linears, cuBLAS"),
+    ("gemv", "linears, cuBLAS"),
+    ("nvjet", "linears, cuBLAS"),
+    ("cutlass", "linears, cuBLAS"),
+    ("splitk", "linears, cuBLAS"),
+)
+# A launch of that many kernels is a graph's.
+_GRAPH = 8
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """Microseconds of a step, the mean of several.
+
+    Attributes:
+        us: from one step's first kernel to the next one's.
+        parts: of a step's graph by what it is spent for; ``DRAFT``: all that is behind the
+            backbone's choice; ``BETWEEN``: outside graphs, the host's and its copies'; ``GAPS``: in
+            the backbone's part of the graph with nothing on the device.
+        draft_parts: of the drafter's part of the graph.
+        launches: kernels of a step.
+    """
+
+    us: float
+    parts: dict[str, float]
+    draft_parts: dict[str, float]
+    launches: float
+
+
+def profiled(step: Callable[[], object], count: int) -> list[dict[str, Any]]:
+    """The trace events of some steps on the current CUDA device, and of one step behind them."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(count + 1):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) -> StepParts | None:
+    """Take steps apart; None if the trace does not show their graphs.
+
+    Args:
+        events: as ``profiled`` returned them.
+        count: number of steps, without the last.
+        drafts: each step drafts behind its choice, in the same graph.
+    """
+    kernels = [event for event in events if event.get("cat") in _ON_DEVICE]
+    kernels.sort(key=lambda event: float(event["ts"]))
+    by_launch = collections.defaultdict(list)
+    for event in kernels:
+        by_launch[event["args"].get("correlation")].append(event)
+    graphs = [launch for launch, some in by_launch.items() if len(some) >= _GRAPH]
+    if len(graphs) != count + 1:
+        return None
+    chosen = {launch: _chosen(by_launch[launch]) if drafts else math.inf for launch in graphs}
+    heads = {launch: _head(by_launch[launch], chosen[launch]) for launch in graphs}
+    ends = {launch: _head(by_launch[launch], math.inf) for launch in graphs}
+    begin = float(by_launch[graphs[0]][0]["ts"])
+    end = float(by_launch[graphs[count]][0]["ts"])
+
+    parts: dict[str, float] = collections.defaultdict(float)
+    draft_parts: dict[str, float] = collections.defaultdict(float)
+    last, before, launches = begin, None, 0
+    for event in kernels:
+        start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        if not begin <= start < end:
+            continue
+        launches += 1
+        launch = event["args"].get("correlation")
+        idle = max(0.0, start - last)
+        adds = max(0.0, min(stop, end) - max(last, start))
+        name = _part(str(event["name"]))
+        if start > chosen.get(launch, math.inf):
+            gap = idle if before == launch else 0.0
+            parts[DRAFT] += adds + gap
+            draft_parts[name if start < ends[launch] else HEAD] += adds
+            draft_parts[GAPS] += gap
+        else:
+            name = name if start < heads.get(launch, stop) else HEAD
+            parts[name if launch in heads else BETWEEN] += adds
+            parts[GAPS] += idle if before == launch else 0.0
+        parts[BETWEEN] += 0.0 if before == launch else idle
+        last, before = max(last, stop), launch
+    parts[BETWEEN] += max(0.0, end - last)
+    return StepParts(
+        (end - begin) / count, _means(parts, count), _means(draft_parts, count), launches / count
+    )
+
+
+def _chosen(kernels: Sequence[dict[str, Any]]) -> float:
+    """When the backbone's tokens have been chosen: its choice is the first of a graph."""
+    for event, following in zip(kernels, [*kernels[1:], None], strict=True):
+        if family(str(event["name"])) == "choice" and (
+            following is None or family(str(following["name"])) != "choice"
+        ):
+            return float(event["ts"])
+    return math.inf
+
+
+def _head(kernels: Sequence[dict[str, Any]], before: float) -> float:
+    """When the streams have been collapsed for the last time in a graph, before some time."""
+    collapses = [
+        float(event["ts"])
+        for event in kernels
+        if family(str(event["name"])) == "hyper_connection" and float(event["ts"]) < before
+    ]
+    return collapses[-1] + 1e-3 if collapses else math.inf
+
+
+def _part(name: str) -> str:
+    known = _PARTS.get(family(name))
+    if known is not None:
+        return known
+    low = name.lower()
+    return next((part for word, part in _OTHERS if word in low), "other")
+
+
+def _means(sums: dict[str, float], count: int) -> dict[str, float]:
+    ordered = sorted(sums.items(), key=lambda item: -item[1])
+    return {name: round(total / count, 1) for name, total in ordered if total}

@@ -1,0 +1,53 @@
+"""The support table of docs/portability.md, from recorded evidence and nothing else."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from anymla.ops.device import TARGETS
+from lab.build_matrix import SHARED
+from lab.page.rows import Row
+
+
+def support_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of the Markdown table, of the targets for which something was built.
+
+    A cell says "run" if the family's tests passed on that architecture when they last ran there,
+    or how many failed; "built n" if all n specialisations of its kernels were compiled for it and
+    fit, "built m of n" otherwise.
+
+    Args:
+        rows: the newest of each build (``module``) and of each run of tests (``family``).
+    """
+    built: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
+    for row in rows:
+        if "module" in row:
+            built[_family(row["module"]), row["target"]].append(row["ok"])
+    ran = {(row["family"], row["target"]): row for row in rows if "family" in row}
+    families = sorted({family for family, _ in built})
+    recorded = {target for _, target in built}
+    targets = [name for name in TARGETS if name in recorded]
+    lines = [
+        "| operations | " + " | ".join(targets) + " |",
+        "|---" * (len(targets) + 1) + "|",
+    ]
+    for family in families:
+        cells = [_cell(built[family, target], ran.get((family, target))) for target in targets]
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _family(module: str) -> str:
+    name, _, file = module.removeprefix("anymla.ops.").partition(".")
+    return name if file else SHARED
+
+
+def _cell(builds: list[bool], ran: Row | None) -> str:
+    if not builds:
+        return "-"
+    count = f"built {len(builds)}" if all(builds) else f"built {sum(builds)} of {len(builds)}"
+    if ran is None or not ran["passed"]:
+        return count
+    told = f"run, {ran['failed']} of {ran['passed'] + ran['failed']} failed"
+    return f"{told if ran['failed'] else '**run**'}, {count}"

@@ -1,0 +1,65 @@
+"""The support table says what the recorded evidence says, and no more."""
+
+import json
+
+from lab.page.intel import intel_table
+from lab.page.newest import newest
+from lab.page.rows import load_rows
+from lab.support_matrix import support_table
+
+
+def test_the_last_run_counts_and_failures_are_counted(tmp_path):
+    builds = [("kv_cache.triton_x", True), ("kv_cache.triton_x", False), ("moe.triton_x", True)]
+    builds += [("_triton_x", True)]
+    (tmp_path / "build_matrix.jsonl").write_text(
+        "\n".join(
+            json.dumps(
+                {
+                    "module": f"anymla.ops.{module}",
+                    "target": "sm_90",
+                    "label": f"kernel {number}",
+                    "ok": ok,
+                }
+            )
+            for number, (module, ok) in enumerate(builds)
+        )
+    )
+    (tmp_path / "gpu_tests.jsonl").write_text(
+        "\n".join(
+            json.dumps({"family": family, "target": "sm_90", "passed": 3, "failed": failed})
+            for family, failed in (("kv_cache", 2), ("moe", 0), ("kv_cache", 0), ("moe", 1))
+        )
+    )
+    table = "\n".join(support_table(newest(load_rows(tmp_path))))
+    assert "**run**, built 1 of 2" in table
+    assert "| run, 1 of 4 failed, built 1 |" in table
+    assert "| shared | built 1 |" in table
+    assert table.startswith("| operations | sm_90 |")
+
+
+def build(target, label, *, built=True, **facts):
+    row = {"module": "anymla.ops.moe.triton_x", "target": target, "label": label, "ok": built}
+    row |= {"built": built, "triton": "3.3.0b1", "ocloc": "26.27"}
+    numbers = {"spills": 0, "code_bytes": 2048, "private_bytes": 0, "products": 0, **facts}
+    return row | numbers if built else row
+
+
+def test_intels_builds_are_told_by_their_worst():
+    assert intel_table([build("sm_90", "route_kernel one")]) == []
+    table = intel_table(
+        [
+            build("xpu_pvc", "route_kernel one"),
+            build("xpu_pvc", "route_kernel two", spills=7, products=48, private_bytes=512),
+            build("xpu_pvc", "down_kernel one", built=False),
+            build("xpu_bmg", "route_kernel one", code_bytes=73344),
+        ]
+    )
+    assert table == [
+        "| kernel | xpu_pvc | xpu_bmg |",
+        "|---|---|---|",
+        "| moe: down_kernel | not built: 0 of 1 | - |",
+        "| moe: route_kernel | 7 spilled, 2 KiB, 48 DPAS, 0.5 KiB private, of 2 "
+        "| no spill, 72 KiB, of 1 |",
+        "",
+        "(triton-xpu 3.3.0b1, ocloc 26.27)",
+    ]
