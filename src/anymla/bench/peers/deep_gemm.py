@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anymla.bench.peers import Peer
-from anymla.ops.selection import compute_global_topk_indices_and_lens
+from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 
 if TYPE_CHECKING:
     from anymla.bench.cases.indexer import Inputs

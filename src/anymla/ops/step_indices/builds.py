@@ -9,7 +9,7 @@ import torch
 
 from anymla.ops._build import Build, Judgement, empty, int32
 from anymla.ops.device import Target
-from anymla.ops.selection.interface import (
+from anymla.ops.step_indices.interface import (
     combine_topk_swa_indices,
     compressed_rows,
     compute_global_topk_indices_and_lens,
@@ -17,7 +17,7 @@ from anymla.ops.selection.interface import (
     token_to_request,
     window_rows,
 )
-from anymla.ops.selection.shapes import SHAPES, SHORT_ALL, RowsShape
+from anymla.ops.step_indices.shapes import SHAPES, SHORT_ALL, RowsShape
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
