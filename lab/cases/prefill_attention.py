@@ -24,8 +24,8 @@ from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
 from anymla.ops.prefill_attention.gathered import named_rows
-from anymla.ops.selection import combine_topk_swa_indices
 from anymla.ops.sparse_attention import sparse_attention_rows
+from anymla.ops.step_indices import combine_topk_swa_indices
 from lab.peers.flash_mla import padded_heads
 
 PART, LISTS = "attention during prefill", "flash_mla_sparse_fwd"

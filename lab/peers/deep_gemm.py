@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anymla.ops.selection import compute_global_topk_indices_and_lens
+from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 from lab.peers import Peer
 
 if TYPE_CHECKING:

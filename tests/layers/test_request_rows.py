@@ -9,10 +9,10 @@ from anymla.layers.request_rows import request_rows, shared_rows
 from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.prefill_attention import prefill_attention
 from anymla.ops.prefill_attention.config import decoding_pays_in_steps
-from anymla.ops.selection import compressed_rows, window_rows
 from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.sparse_attention.config import sharing_pays
 from anymla.ops.sparse_attention.interface import window_lists
+from anymla.ops.step_indices import compressed_rows, window_rows
 
 WINDOW, PAGE, ENTRY_PAGE, QUERIES, RATIO = 16, 8, 4, 6, 4
 LAYOUT = get_layout(MAIN_FP8)

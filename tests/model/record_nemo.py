@@ -32,8 +32,8 @@ def sample_logits(logits: Tensor) -> Tensor:
 
 def main() -> None:
     """Record every case."""
-    from shared_cases import CASES
     from test_nemo import Pair
+    from v41_cases import CASES
 
     recorded: dict[str, Any] = {}
     for name, options in CASES.items():
@@ -53,8 +53,8 @@ def main() -> None:
 def _record_drafts() -> None:
     """Record blocks of the drafter, of rows that are not rounded."""
     from nemo_automodel.components.models.deepseek_v41 import dspark
-    from shared_cases import DRAFTER, DRAFTER_LENGTHS, drafter_taps
     from test_nemo_drafter import drafter_of, logits_of
+    from v41_cases import DRAFTER, DRAFTER_LENGTHS, drafter_taps
 
     from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
 

@@ -19,7 +19,6 @@ pytest.importorskip(
 )
 
 from nemo_reference import Nemo
-from shared_cases import CASES, TOKENS, shared
 from test_transformers import (
     LAYER_BOUND,
     LOGITS_BOUND,
@@ -29,6 +28,7 @@ from test_transformers import (
     settled,
 )
 from traces import Scores, Trace
+from v41_cases import CASES, TOKENS, shared
 
 from anymla.model.load import load_model
 from anymla.model.transformer import Transformer

@@ -21,7 +21,7 @@ pytest.importorskip(
     "nemo_automodel", reason="the comparison needs nemo-automodel 0.7.0, which is no dependency"
 )
 
-from shared_cases import DRAFTER, DRAFTER_LENGTHS, drafter_taps
+from v41_cases import DRAFTER, DRAFTER_LENGTHS, drafter_taps
 
 from anymla.testing.oracle import DSparkOracle
 from anymla.testing.tiny_checkpoint import write_tiny_checkpoint

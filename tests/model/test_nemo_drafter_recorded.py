@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from record_nemo import DRAFTS, RECORDED_DRAFTS
-from shared_cases import DRAFTER, DRAFTER_LENGTHS, drafter_taps
+from v41_cases import DRAFTER, DRAFTER_LENGTHS, drafter_taps
 
 from anymla.testing.oracle import DSparkOracle
 from anymla.testing.tiny_checkpoint import write_tiny_checkpoint

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from record_nemo import RECORDED, sample, sample_logits
-from shared_cases import CASES
 from test_transformers import LAYER_BOUND, LOGITS_BOUND, run_alone
 from torch import Tensor
 from traces import Trace
+from v41_cases import CASES
 
 from anymla.layers.compressor import LatentCompressor
 from anymla.layers.hyper_connection import HyperConnection

@@ -35,13 +35,13 @@ from anymla.ops.linear import (
 )
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert, rms_norm, rope
-from anymla.ops.selection import (
+from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
+from anymla.ops.step_indices import (
     compressed_rows,
     compute_global_topk_indices_and_lens,
     slot_mapping,
     window_rows,
 )
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 
 PAGE, REQUESTS, POSITIONS, EPS = 64, 3, 4096, 1e-6
 SITE = {"norm_eps": EPS, "hc_eps": EPS, "iters": 20}

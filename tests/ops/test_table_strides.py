@@ -19,7 +19,7 @@ def kernels():
                 continue
             names = {each.arg for each in node.args.args}
             strides = names & {"table_stride", "table_row_stride"}
-            if path.parent.name == "selection":
+            if path.parent.name == "step_indices":
                 strides |= names & {"row_stride"}
             if strides:
                 yield node.name, strides, general(node)

@@ -79,7 +79,7 @@ def test_traffic_compiles_nothing_new(model):
     )
     with (
         # Rows and slots are computed, because tensors are indexed with them.
-        recorded_launches(TARGETS["sm_90"], run="anymla.ops.selection.") as seen,
+        recorded_launches(TARGETS["sm_90"], run="anymla.ops.step_indices.") as seen,
         # What kernels would have computed is garbage, of which no token can be chosen.
         mock.patch.object(next_tokens, "choose_tokens", _choose(rng)),
         mock.patch.object(speculation, "guess_tokens", _choose(rng)),

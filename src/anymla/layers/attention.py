@@ -21,8 +21,9 @@ from anymla.layers.step import Step
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert, rms_norm, rope
 
-# Up to here a product takes as long as it takes to read the weight, and a launch less is a gain.
-_FEW_TOKENS = 256
+# Up to here queries and index queries are one product: it takes as long as reading the weights, and
+# a launch less is a gain.
+_MOST_PAIRED_TOKENS = 256
 
 
 class AttentionLayer(nn.Module):
@@ -239,7 +240,7 @@ class AttentionLayer(nn.Module):
         self, latent: Tensor, coded: QuantizedRows | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' queries [T, H, D] of this rank, and the indexer's if they come along."""
-        pair, few = self.queries, len(latent) <= _FEW_TOKENS
+        pair, few = self.queries, len(latent) <= _MOST_PAIRED_TOKENS
         if pair is None or not few or not self._chooses(step):
             projected, index_q = self.wq_b(latent, coded), None
         else:

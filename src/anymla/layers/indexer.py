@@ -18,7 +18,7 @@ from anymla.layers.spec import LayerSpec
 from anymla.layers.step import Step
 from anymla.ops.indexer import indexer_q_rope_quant
 from anymla.ops.norm_rope import rms_norm
-from anymla.ops.selection import compute_global_topk_indices_and_lens
+from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 
 
 @dataclasses.dataclass(frozen=True)

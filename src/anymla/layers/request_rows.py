@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anymla.layers.rows import GroupStep, RequestRows, SharedRows
-from anymla.ops.selection import window_rows
+from anymla.ops.step_indices import window_rows
 
 
 def request_rows(

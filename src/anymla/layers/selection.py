@@ -18,7 +18,7 @@ from anymla.ops.indexer import (
     topk_per_row,
 )
 from anymla.ops.indexer.interface import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
-from anymla.ops.selection import compute_global_topk_indices_and_lens
+from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 
 # A score, its block's mark, and the integer that orders it.
 _ROW_BYTES = 24

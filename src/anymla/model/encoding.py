@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anymla.model.messages import Call, Message, read_messages, read_tools, to_json
+from anymla.model.messages import Message, ToolCall, read_messages, read_tools, to_json
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -288,7 +288,7 @@ class Encoding:
             parts.append(EOS)
         return "".join(parts)
 
-    def _call(self, call: Call) -> str:
+    def _call(self, call: ToolCall) -> str:
         lines = [f'<{DSML}{self.call} name="{call.name}">']
         parameters = []
         for name, value in call.arguments.items():

@@ -13,7 +13,7 @@ _MOST_SHOWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call.
 
     Attributes:
@@ -48,7 +48,7 @@ class Message:
     content: str = ""
     has_content: bool = True
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     response_format: Any = None
     task: str | None = None
@@ -189,7 +189,7 @@ def _reasoning(message: Mapping[str, Any]) -> Any:
     return message.get("reasoning_content") if reasoning is None else reasoning
 
 
-def _calls(where: str, calls: Any) -> tuple[Call, ...]:
+def _calls(where: str, calls: Any) -> tuple[ToolCall, ...]:
     if calls is None:
         return ()
     if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
@@ -197,13 +197,13 @@ def _calls(where: str, calls: Any) -> tuple[Call, ...]:
     return tuple(_call(f"{where}[{place}]", each) for place, each in enumerate(calls))
 
 
-def _call(where: str, call: Any) -> Call:
+def _call(where: str, call: Any) -> ToolCall:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(
             f'{where} must be {{"function": {{"name": ..., "arguments": ...}}}}, got {_shown(call)}'
         )
-    return Call(
+    return ToolCall(
         name=function["name"],
         arguments=_arguments(function.get("arguments")),
         call_id=str(call.get("id") or function.get("id") or ""),

@@ -1,7 +1,7 @@
-"""What Gluon kernels of several families share: names that changed, barriers, views of memory.
+"""Functions of Gluon whose names differ between versions of Triton, under one name each.
 
-Versions of Triton differ in the names of some functions; each stands here once, under one name,
-chosen by what the installed version has.
+Which one is called depends on what the installed version has. Instructions that Gluon has no
+function for are in ``_gluon_ptx``.
 """
 
 # mypy: ignore-errors
@@ -13,10 +13,6 @@ from triton.language.core import _aggregate as aggregate  # public from 3.9 on
 __all__ = [
     "aggregate",
     "field",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "mbarrier_wait",
-    "opaque",
     "view",
     "warpgroup_barrier",
 ]
@@ -47,54 +43,3 @@ def warpgroup_barrier():
         gl.barrier()
     else:
         gl.thread_barrier()
-
-
-@gluon.jit
-def mbarrier_wait(address, number, parity):
-    """Wait until an mbarrier's phase of a parity is over; for barriers that a kernel places itself.
-
-    address: of the first barrier, in shared memory; number: which of those behind it.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2;"
-        " @!p bra AGAIN; mov.b32 $0, 0; }",
-        "=r,r,r", [address + 8 * number, parity], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def opaque(x):
-    """The same int32, as one that the compiler does not know: what follows is computed in place.
-
-    Otherwise offsets and predicates that are the same for all work tiles are computed once and
-    kept, which registers do not suffice for; and what is spilled has left the L1 cache, through
-    which all rows go, by the time it is needed.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _griddepcontrol(ASM: gl.constexpr, WARPGROUP: gl.constexpr):
-    if WARPGROUP:
-        threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        gl.inline_asm_elementwise(ASM, "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def gdc_launch_dependents(WARPGROUP: gl.constexpr = False):
-    """In Gluon: the next kernel may be launched; see ``gdc_wait``."""
-    _griddepcontrol("griddepcontrol.launch_dependents; mov.b32 $0, 0;", WARPGROUP)
-
-
-@gluon.jit
-def gdc_wait(WARPGROUP: gl.constexpr = False):
-    """In Gluon: wait until all kernels before have ended, and what they wrote can be read.
-
-    WARPGROUP: with the numbers of 128 threads as an operand, which only moves what the compiler
-    does around it: a decode kernel spills 60 registers so, and 64 without.
-    """
-    _griddepcontrol("griddepcontrol.wait; mov.b32 $0, 0;", WARPGROUP)

@@ -12,14 +12,14 @@ from triton.experimental.gluon import language as gl
 
 from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._gluon import aggregate, opaque
+from anymla.ops._gluon import aggregate
+from anymla.ops._gluon_ptx import cvt_e4m3x2_f32, opaque, prefetch_global_l1
 
 CHANNELS = gl.constexpr(get_layout(MAIN_FP8).channels)
 _BLOCK = gl.constexpr(FP8_BLOCK)
 _PAIRS = gl.constexpr(FP8_BLOCK // 2)
 _FLOOR = gl.constexpr(HEAD_AMAX_FLOOR)
 _TAIL_PAIRS = gl.constexpr(32)
-_CODES = gl.constexpr("{ .reg .b16 c; cvt.rn.satfinite.e4m3x2.f32 c, $2, $1; cvt.u32.u16 $0, c; }")
 
 
 @gluon.jit
@@ -81,10 +81,7 @@ def prefetch_angles(to, token):
     angles = angles_of(to, token)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     words = gl.arange(0, 128, layout=L) % to.ROPE_DIM
-    gl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [angles + words],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    prefetch_global_l1(angles + words)
     return angles
 
 
@@ -114,9 +111,7 @@ def power_of(exponent):
 def codes_of(a, b, exponent):
     """Two codes each, a's in the low byte of int32."""
     inverse = power_of(gl.where(exponent > 126, -126, -exponent))
-    return gl.inline_asm_elementwise(
-        _CODES, "=r,f,f", [a * inverse, b * inverse], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return cvt_e4m3x2_f32(a * inverse, b * inverse)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from anymla.ops import _host
 BLOCK_ELEMENTS = 1 << 18
 # Up to so many tokens NumPy reads the table in a third of torch's time. Nothing is kept: a table
 # can be written without torch's counting it, and remembering saves a microsecond or two.
-_FEW_TOKENS = 16
+_MOST_NUMPY_TOKENS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,7 +85,7 @@ def freqs_cis(
     Returns:
         [T, rope_dim / 2] complex.
     """
-    if positions.shape[0] > _FEW_TOKENS or not _host.on_host(positions):
+    if positions.shape[0] > _MOST_NUMPY_TOKENS or not _host.on_host(positions):
         return _freqs_cis(positions, cos_sin_cache, dtype, inverse)
     rows = cos_sin_cache.detach().numpy().take(positions.numpy(), 0, mode="clip")
     pairs = rows.shape[1] // 2

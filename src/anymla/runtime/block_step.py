@@ -13,7 +13,7 @@ from torch import Tensor
 from anymla.layers.rows import GroupStep, Rows
 from anymla.layers.spec import CONTEXT_ROWS, WINDOW_GROUP
 from anymla.layers.step import Step
-from anymla.ops.selection import window_rows
+from anymla.ops.step_indices import window_rows
 from anymla.runtime.device_step import numbers
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from anymla.layers.request_rows import request_rows, shared_rows
 from anymla.layers.rows import GroupStep, RequestRows, Rows, SharedRows
 from anymla.layers.step import Step
-from anymla.ops.selection import compressed_rows, slot_mapping, token_to_request, window_rows
+from anymla.ops.step_indices import compressed_rows, slot_mapping, token_to_request, window_rows
 from anymla.runtime.cache_groups import CacheGroup
 
 

@@ -288,7 +288,7 @@ def products(device: torch.device) -> dict[str, Any]:
     given = x.clone() if device.type == "cpu" else torch.full_like(x, torch.nan)
     out = layer(codes.attach(given, rows))[0]
     found["attached"] = {"ulps": ulps(out, exact @ layer.dense.T)}
-    layer(torch.zeros(codes.FEW_TOKENS + 1, HIDDEN, device=device))
+    layer(torch.zeros(codes.MOST_CODED_TOKENS + 1, HIDDEN, device=device))
     found["by vLLM"] = calls
 
     def repack(layer: Any) -> None:
@@ -338,7 +338,7 @@ def output_projections(device: torch.device) -> dict[str, Any]:
 
     linears.fp8_einsum = einsum
     linears.compute_fp8_einsum_recipe = lambda: ((1, 128, 128), False)
-    many = codes.FEW_TOKENS + 1
+    many = codes.MOST_CODED_TOKENS + 1
     found: dict[str, Any] = {}
     for name, stored, tokens, deep_gemm in (
         ("ue8m0", "ue8m0", TOKENS, True),
@@ -409,7 +409,7 @@ def attached_rows(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, tokens, marked in (
         ("few", TOKENS, True),
-        ("many", codes.FEW_TOKENS + 1, True),
+        ("many", codes.MOST_CODED_TOKENS + 1, True),
         ("unread", TOKENS, False),
     ):
         fn = nn.Parameter(torch.randn(gates, streams * width, device=device) / 32, False)
@@ -435,7 +435,7 @@ def attached_rows(device: torch.device) -> dict[str, Any]:
         kv_norm=types.SimpleNamespace(weight=weight[: width // 2]),
         eps=1e-6,
     )
-    for name, tokens in (("few", TOKENS), ("many", codes.FEW_TOKENS + 1)):
+    for name, tokens in (("few", TOKENS), ("many", codes.MOST_CODED_TOKENS + 1)):
         qr, _, kv = norm._split_qkv_and_norm(_bf16(tokens, width // 2 * 3, device=device))
         found[name] |= {"latent": _told_rows(qr), "key": _told_rows(kv)}
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anymla.engines.vllm import attention, prefill
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.selection import compressed_rows, window_rows
+from anymla.ops.step_indices import compressed_rows, window_rows
 
 WINDOW, PAGE, BLOCK, CHOSEN, HEADS = 128, 64, 256, 16, 8
 RATIOS = (1, 4, 128)

@@ -79,11 +79,11 @@ def changed_overrides() -> list[str]:
         indexer,
         linears,
         metadata,
-        shared_attention,
-        shared_compressor,
-        shared_engram,
-        shared_indexer,
-        shared_metadata,
+        v41_attention,
+        v41_compressor,
+        v41_engram,
+        v41_indexer,
+        v41_metadata,
     )
 
     classes = [
@@ -100,16 +100,16 @@ def changed_overrides() -> list[str]:
         linears.Fp8Linear,
         linears.SharedExpert,
         *(metadata.SPARSE_BACKEND, metadata.INDEXER_BACKEND, metadata.WINDOW_BACKEND),
-        shared_attention.AnymlaSharedAttention,
-        shared_compressor.AnymlaStateCache,
-        shared_compressor.AnymlaSharedCompressor,
-        shared_engram.AnymlaEngram,
-        shared_engram.AnymlaNgrams,
-        shared_indexer.AnymlaSharedIndexerCache,
-        shared_indexer.AnymlaSharedIndexer,
-        shared_indexer.AnymlaSharedScores,
-        shared_metadata.SharedIndexBuilder,
-        *(shared_metadata.SPARSE_BACKEND, shared_metadata.INDEXER_BACKEND),
+        v41_attention.AnymlaV41Attention,
+        v41_compressor.AnymlaStateCache,
+        v41_compressor.AnymlaV41Compressor,
+        v41_engram.AnymlaEngram,
+        v41_engram.AnymlaNgrams,
+        v41_indexer.AnymlaV41IndexerCache,
+        v41_indexer.AnymlaV41Indexer,
+        v41_indexer.AnymlaV41Scores,
+        v41_metadata.V41IndexBuilder,
+        *(v41_metadata.SPARSE_BACKEND, v41_metadata.INDEXER_BACKEND),
     ]
     mixins = (
         attention.AttentionAdapter,
@@ -129,7 +129,7 @@ def changed_overrides() -> list[str]:
             if name.startswith("__") or name in OWN_HELPERS | FROM_033_ON:
                 continue
             for base in bases:
-                layer = base in (DeepseekV4Attention, shared_attention.DeepseekV4Attention)
+                layer = base in (DeepseekV4Attention, v41_attention.DeepseekV4Attention)
                 if layer and name in cpu_only:
                     continue
                 if not hasattr(base, name):

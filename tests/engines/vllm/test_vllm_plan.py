@@ -251,7 +251,7 @@ def test_where_nothing_is_replaced_the_log_says_so_of_each_part(
     with caplog.at_level(logging.INFO):
         plugin.register()  # registers no model: vLLM need not be here
     said = [record.getMessage() for record in caplog.records]
-    shared = report.lines(cuda(9), report.shared_plan(cuda(9), "auto"), report.V41)
+    shared = report.lines(cuda(9), report.v41_plan(cuda(9), "auto"), report.V41)
     assert said == shared + report.lines(cuda(9), report.plan(cuda(9), "auto"))
     assert said[0].startswith("anymla on sm_90: DeepSeek-V4.1 attention kept (vLLM's own runs on")
     assert said[len(shared)].startswith("anymla on sm_90: attention kept (vLLM's own runs on sm_90")
@@ -285,7 +285,7 @@ def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(report.VARIABLE, "attention")
     monkeypatch.setattr(report, "installed_version", lambda: ADMITTED)
     monkeypatch.setattr(report, "this_machine", lambda: cuda(9))
-    for refusal in ("refusal_by_source", "shared_refusal_by_source"):
+    for refusal in ("refusal_by_source", "v41_refusal_by_source"):
         monkeypatch.setattr(report, refusal, lambda *_: None)
     head, *rows = report.plugin_view()
     assert head == {"part": "vLLM", "action": ADMITTED, "why": pinned.VERSIONS[ADMITTED]}
@@ -305,12 +305,12 @@ def test_the_view_has_a_row_for_every_part(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-SHARED = set(report.SHARED_PARTS)
+SHARED = set(report.V41_PARTS)
 
 
 @machines
 def test_of_v41_what_vllm_lacks_is_replaced_and_nothing_else(machine: Machine) -> None:
-    found = {part.name for part in report.shared_plan(machine, "auto") if part.replaced}
+    found = {part.name for part in report.v41_plan(machine, "auto") if part.replaced}
     if machine.platform != "cuda":
         assert found >= SHARED
         assert (report.METADATA_KERNELS in found) == (machine.platform == "cpu")
@@ -319,24 +319,24 @@ def test_of_v41_what_vllm_lacks_is_replaced_and_nothing_else(machine: Machine) -
     else:
         converts = {report.ENGRAM} if machine.capability < (8, 9) else set()
         assert found == LACKING[machine] & SHARED | converts
-    assert not any(part.replaced for part in report.shared_plan(machine, "off"))
+    assert not any(part.replaced for part in report.v41_plan(machine, "off"))
 
 
 def test_of_v41_nothing_is_taken_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in report.SHARED_PARTS:
+    for part in report.V41_PARTS:
         monkeypatch.setitem(report.FASTER, (part, "sm_90", ADMITTED), "a file")
     monkeypatch.setattr(report, "installed_version", lambda: ADMITTED)
     for chosen, wanted in (("auto", set()), ("engram,mhc", {"engram", "mhc"}), ("force", SHARED)):
-        found = {part.name for part in report.shared_plan(cuda(9), chosen) if part.replaced}
+        found = {part.name for part in report.v41_plan(cuda(9), chosen) if part.replaced}
         assert found == wanted
     for machine, why in ((cuda(10), "no adapter for vLLM's rows"), (Machine("rocm"), "ROCM")):
-        parts = report.shared_plan(machine, "force")
+        parts = report.v41_plan(machine, "force")
         assert all(not part.replaced and why in part.why for part in parts)
 
 
 def test_of_v41_the_log_of_the_worker_has_a_line_for_each_part() -> None:
     machine = cuda(8, 9)
-    lines = report.lines(machine, report.shared_plan(machine, "auto"), report.V41)
+    lines = report.lines(machine, report.v41_plan(machine, "auto"), report.V41)
     assert [line.split(" (")[0] for line in lines] == [
         "anymla on sm_89: DeepSeek-V4.1 attention replaced",
         "anymla on sm_89: DeepSeek-V4.1 indexer replaced",

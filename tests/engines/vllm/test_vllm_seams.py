@@ -14,7 +14,7 @@ from servers import SOURCE, needs_source, needs_vllm
 
 from anymla.engines.vllm import plugin, report, seams
 from anymla.engines.vllm.pinned import PLATFORMS, Seam, seams_of
-from anymla.engines.vllm.pinned_shared import shared_seams_of
+from anymla.engines.vllm.pinned_v41 import v41_seams_of
 from anymla.engines.vllm.report import Machine
 
 EXAMPLE = """
@@ -97,7 +97,7 @@ def test_a_missing_seam_refuses_in_one_line_and_replaces_nothing(
     for module in (plugin, report):
         monkeypatch.setattr(module, "installed_version", lambda: "0.33.0")
     monkeypatch.setattr(report, "source_of_vllm", lambda: Path("vllm"))
-    monkeypatch.setattr(report, "shared_plan", lambda *_: [])
+    monkeypatch.setattr(report, "v41_plan", lambda *_: [])
     asked = []
 
     def missing(root: Path, platform: str, parts: list[str]) -> list[str]:
@@ -169,9 +169,9 @@ def test_each_part_relies_on_what_it_replaces() -> None:
         for part in EVERY:
             assert set(seams_of(platform, [part])) > of_none
         assert set(seams_of(platform, [report.DRAFT_MODEL])) == of_none
-        of_none = set(shared_seams_of(platform, []))
-        for part in report.SHARED_PARTS:
-            assert set(shared_seams_of(platform, [part])) > of_none
+        of_none = set(v41_seams_of(platform, []))
+        for part in report.V41_PARTS:
+            assert set(v41_seams_of(platform, [part])) > of_none
 
 
 EVERY = (*report.PARTS, report.AUDIT)
@@ -180,14 +180,14 @@ EVERY = (*report.PARTS, report.AUDIT)
 def every_seam() -> set[Seam]:
     found = {seam for platform in PLATFORMS for seam in seams_of(platform, EVERY)}
     for platform in PLATFORMS:
-        found |= set(shared_seams_of(platform, report.SHARED_PARTS))
+        found |= set(v41_seams_of(platform, report.V41_PARTS))
     return found
 
 
 def assert_every_seam_is_there(root: Path, others: Path) -> None:
     for platform in PLATFORMS:
         assert seams.missing_seams(root, platform, EVERY) == []
-        assert seams.missing_shared_seams(root, platform, report.SHARED_PARTS) == []
+        assert seams.missing_shared_seams(root, platform, report.V41_PARTS) == []
     for seam in every_seam():
         for changed in renamed(root, others, seam):
             assert seams._missing(changed, seam), seam

@@ -299,7 +299,7 @@ def test_long_rows_and_many_tokens_by_triton(
 
     bulk = form == "many"
     monkeypatch.setattr(config, "_WIDEST", 128)
-    monkeypatch.setattr(config, "FEW_TOKENS", 5)
+    monkeypatch.setattr(config, "MOST_NARROW_TOKENS", 5)
     for module in (triton_mix, triton_collapse):
         monkeypatch.setattr(module, "MANY_TOKENS", 1 if bulk else 100)
     monkeypatch.setattr(triton_collapse, "TOGETHER_MANY", 32)

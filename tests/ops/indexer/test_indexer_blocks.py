@@ -31,7 +31,7 @@ from anymla.ops.indexer import (
     torch_select,
 )
 from anymla.ops.indexer.config import choose_select_config
-from anymla.ops.selection import compute_global_topk_indices_and_lens
+from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 
 
 @pytest.fixture(params=(*ALL_BACKENDS, INTEL, ARC_A))

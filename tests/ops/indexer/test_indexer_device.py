@@ -13,7 +13,7 @@ from anymla.ops.indexer import (
     select_topk,
     topk_per_row,
 )
-from anymla.ops.selection import compute_global_topk_indices_and_lens, slot_mapping, window_rows
+from anymla.ops.step_indices import compute_global_topk_indices_and_lens, slot_mapping, window_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from anymla.ops.kv_cache import dequant_gather_slots, quantize_and_insert_k_cach
 from anymla.ops.kv_cache.shapes import PAGE_SIZE
 from anymla.ops.norm_rope import qnorm_rope_kv_insert
 from anymla.ops.norm_rope.shapes import V4_FLASH
-from anymla.ops.selection import window_rows
+from anymla.ops.step_indices import window_rows
 from anymla.testing.conformance.expected import EPS, table, v4_config
 from anymla.testing.oracle.attention import compress
 from anymla.testing.oracle.blocks import rms_norm

@@ -20,7 +20,7 @@ from anymla.ops.indexer import (
     paged_mqa_logits,
     topk_per_row,
 )
-from anymla.ops.selection import compute_global_topk_indices_and_lens, window_rows
+from anymla.ops.step_indices import compute_global_topk_indices_and_lens, window_rows
 
 _HEADS, _WIDTH, _PAGE = 64, 128, 64
 _TOPK = 512

@@ -19,8 +19,8 @@ from anymla.ops.kv_cache import dequantize_and_gather_k_cache
 from anymla.ops.linear import grouped_output_projection
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
 from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.selection import compute_global_topk_indices_and_lens
 from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 from anymla.ops.streams import scratch, scratch_scope
 
 _MODULE, _, _CLASS = PLATFORMS[report.this_machine().platform].base.partition(":")

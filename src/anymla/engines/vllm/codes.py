@@ -16,7 +16,7 @@ from anymla.formats.quantized_rows import QuantizedRows
 # More rows are multiplied by vLLM's kernels (DeepGEMM), which quantise what they read.
 # H200, 64 tokens: wq_b of V4-Flash 13.8 us for DeepGEMM's 15.7, wo_b 14.7 for 15.3, the shared
 # expert's w1 and w3 8.2 for 9.6; 128 tokens: 18.6 for 16.5, 21.1 for 17.2, 9.8 for 10.3.
-FEW_TOKENS = 64
+MOST_CODED_TOKENS = 64
 
 _ROWS, _READER = "anymla_quantized_rows", "anymla_reads_codes"
 
@@ -40,5 +40,5 @@ def mark(site: nn.Parameter) -> None:
 
 def allocate(site: Any, x: Tensor) -> QuantizedRows | None:
     """Memory for the quantised rows of what becomes of x [T, .., K] at a site; None if unread."""
-    few = len(x) <= FEW_TOKENS and getattr(site, _READER, False)
+    few = len(x) <= MOST_CODED_TOKENS and getattr(site, _READER, False)
     return QuantizedRows.empty(len(x), x.shape[-1], x.device) if few else None

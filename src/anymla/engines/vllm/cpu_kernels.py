@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.ops.selection import slot_mapping, token_to_request, window_rows
+from anymla.ops.step_indices import slot_mapping, token_to_request, window_rows
 
 
 def token_request_mapping(

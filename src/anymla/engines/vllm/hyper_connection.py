@@ -174,7 +174,7 @@ def pre_delayed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gates of a site of V4.1, and its input through the gates of the site before.
 
-    The first site's ``fn`` is whole here (``shared_model``), so that the embedding ``x``, of which
+    The first site's ``fn`` is whole here (``v41_model``), so that the embedding ``x``, of which
     all streams are copies, is not needed.
 
     Returns:
@@ -222,7 +222,7 @@ def collapse(x: Tensor, pre_mix: Tensor) -> Tensor:
 
 
 # Of V4.1's model.
-SHARED_FUNCTIONS = {
+V41_FUNCTIONS = {
     "mhc_pre_delayed_tilelang": pre_delayed,
     "mhc_shifted_post_pre": shifted_post_pre,
     "mhc_post_tilelang": post,

@@ -97,7 +97,7 @@ class Fp8Linear(Fp8LinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         tokens = x.numel() // x.shape[-1]
-        if self.held is None or bias is not None or not 0 < tokens <= codes.FEW_TOKENS:
+        if self.held is None or bias is not None or not 0 < tokens <= codes.MOST_CODED_TOKENS:
             return super().apply(layer, x, bias)
         return self.held(x, codes.attached(x))
 
@@ -126,7 +126,7 @@ class SharedExpert(DeepseekV4MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden]; for few tokens SwiGLU also quantises its result."""
-        if len(x) > codes.FEW_TOKENS:
+        if len(x) > codes.MOST_CODED_TOKENS:
             return super().forward(x)
         gate_up, _ = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -165,7 +165,7 @@ class Fp8Attention(DeepseekV4Attention):
 
     def _split_qkv_and_norm(self, qr_kv: Tensor) -> tuple[Tensor, None, Tensor]:
         """Also quantise the query latent, which one or two products read."""
-        if len(qr_kv) > codes.FEW_TOKENS:
+        if len(qr_kv) > codes.MOST_CODED_TOKENS:
             return super()._split_qkv_and_norm(qr_kv)
         qr, kv = qr_kv.split([self.q_lora_rank, self.head_dim], dim=-1)
         rows = QuantizedRows.empty(len(qr), self.q_lora_rank, qr.device)
@@ -182,7 +182,7 @@ class Fp8Attention(DeepseekV4Attention):
         heads, scales = inverse_rope_fp8_quant(
             o, positions, table, n_groups=groups, backend=self.backend
         )
-        if len(o) > codes.FEW_TOKENS and _has_einsum():
+        if len(o) > codes.MOST_CODED_TOKENS and _has_einsum():
             # H200, V4-Flash, beside all of vLLM's projection: 256 tokens 28.7 us for 37.1, 2,048
             # 171 for 260. By anymla alone they take 79.9 and 214, 128 tokens 21.7 for 20.2.
             z = o.new_empty((len(o), groups, self.o_lora_rank))

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 
 from anymla.engines.vllm.prefill import StepPlans, decodes_rows, has_workspaces
-from anymla.ops.selection import compressed_rows
+from anymla.ops.step_indices import compressed_rows
 
 # Where a class is mixed in before one of vLLM's, which has the rest of what it uses.
 ANY: Any = object

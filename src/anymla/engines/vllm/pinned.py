@@ -46,7 +46,7 @@ PLATFORMS = {
 
 ATTENTION_MODULE = f"{_V4}.attention"
 # DeepSeek-V4.1, one model for all platforms but ROCm.
-SHARED_MODEL = "vllm.models.deepseek_v41.nvidia.model"
+V41_MODEL = "vllm.models.deepseek_v41.nvidia.model"
 WARM_UP_MODULE = "vllm.model_executor.warmup.jit_warmup"  # used where it is there
 
 # vLLM's CUDA models call the functions in ``hyper_connection.FUNCTIONS`` past its own CustomOps.

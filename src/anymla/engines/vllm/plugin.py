@@ -9,7 +9,7 @@ from anymla.engines.vllm import report
 from anymla.engines.vllm.pinned import installed_version
 
 _MODEL = "anymla.engines.vllm.model"
-_SHARED_MODEL = "anymla.engines.vllm.shared_model"
+_SHARED_MODEL = "anymla.engines.vllm.v41_model"
 
 
 def register() -> None:
@@ -45,12 +45,12 @@ def register() -> None:
 
 def _register_shared(machine: report.Machine, chosen: str) -> None:
     """The same of DeepSeek-V4.1, which may be left alone by itself."""
-    parts = report.shared_plan(machine, chosen)
+    parts = report.v41_plan(machine, chosen)
     if not any(part.replaced for part in parts):
         for line in report.lines(machine, parts, report.V41):
             _say(logging.INFO, line)
         return
-    if refused := report.shared_refusal_by_source(machine, parts):
+    if refused := report.v41_refusal_by_source(machine, parts):
         _say(logging.WARNING, f"anymla replaces nothing of {report.V41}: {refused}")
         return
     from vllm import ModelRegistry

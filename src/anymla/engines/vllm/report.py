@@ -20,7 +20,7 @@ PARTS = ("attention", "indexer", "compressor", "mhc", "experts", "linears")
 ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS, LINEARS = PARTS
 # Of DeepSeek-V4.1: n-grams, and neither experts nor linear layers.
 ENGRAM = "engram"
-SHARED_PARTS = (ATTENTION, INDEXER, COMPRESSOR, MHC, ENGRAM)
+V41_PARTS = (ATTENTION, INDEXER, COMPRESSOR, MHC, ENGRAM)
 AUDIT = "audit"
 DRAFT_MODEL, METADATA_KERNELS = "draft model", "metadata kernels"
 V41 = "DeepSeek-V4.1"
@@ -148,7 +148,7 @@ def refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
     return _refusal(missing_seams(source_of_vllm(), machine.platform, names) if names else [])
 
 
-def shared_refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
+def v41_refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
     """The same of DeepSeek-V4.1, which is not audited."""
     names = [part.name for part in parts if part.replaced]
     root = source_of_vllm()
@@ -282,13 +282,13 @@ def has_vision_tower(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.model_config.hf_config, "vision_n_layers", 0))
 
 
-def shared_plan(machine: Machine, chosen: str) -> list[Part]:
+def v41_plan(machine: Machine, chosen: str) -> list[Part]:
     """The parts of DeepSeek-V4.1, as ``plan`` has those of DeepSeek-V4.
 
     vLLM has a model of it for CUDA and one for ROCm. On other devices the former is built, and
     every part of it replaced. Nothing is replaced for speed: nothing was measured.
     """
-    parts = [_shared(name, machine, chosen) for name in SHARED_PARTS]
+    parts = [_shared(name, machine, chosen) for name in V41_PARTS]
     if machine.platform == "cpu" and parts[0].replaced:
         parts.append(Part(METADATA_KERNELS, True, "Triton has no compiler for CPUs"))
     return parts
@@ -352,8 +352,8 @@ def plugin_view() -> list[dict[str, str]]:
     rows = [{"part": "vLLM", "action": version, "why": refused or VERSIONS[version]}]
     rows += [] if refused else [_row(part.name, part) for part in parts]
     if version in VERSIONS:
-        shared = shared_plan(machine, chosen)
-        if left := shared_refusal_by_source(machine, shared):
+        shared = v41_plan(machine, chosen)
+        if left := v41_refusal_by_source(machine, shared):
             shared = [Part(part.name, False, left) for part in shared]
         rows += [_row(f"{V41} {part.name}", part) for part in shared]
     return rows

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from anymla.engines.vllm.pinned import Seam, seams_of
-from anymla.engines.vllm.pinned_shared import shared_seams_of
+from anymla.engines.vllm.pinned_v41 import v41_seams_of
 
 
 def source_of_vllm() -> Path:
@@ -32,8 +32,8 @@ def missing_seams(root: Path, platform: str, parts: Collection[str]) -> list[str
 
 
 def missing_shared_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
-    """The same of DeepSeek-V4.1; ``parts`` of ``report.SHARED_PARTS``."""
-    every = shared_seams_of(platform, parts)
+    """The same of DeepSeek-V4.1; ``parts`` of ``report.V41_PARTS``."""
+    every = v41_seams_of(platform, parts)
     return [line for seam in every if (line := _missing(root, seam))]
 
 

@@ -15,7 +15,7 @@ _SHORT_TILE = 16
 # _POOL_CHANNELS each in tiles of _LONG_TILE states, and another kernel stores the entries.
 _LONG_WINDOW, _LONG_TILE, _POOL_CHANNELS = 64, 128, 32
 # Up to here tokens are of different requests, any of which may close a window: a CTA each.
-FEW_TOKENS = 256
+MOST_CTA_PER_TOKEN = 256
 # Above it, tokens of a CTA that looks for those that close a long window; 64 or 128: same time.
 _MOST_BLOCK_T = 32
 # Of more tokens, CTAs of one warp have no PDL: three in four find nothing to do, and waiting costs
@@ -80,7 +80,7 @@ class CompressConfig:
 def choose_compress_config(tokens: int, window: Window, target: Target) -> CompressConfig:
     """Tiles of 32 scores and as many values a thread, if the window has so many."""
     interpreted = target.backend == "cpu"  # which takes its time for every CTA
-    few = tokens <= (2 if interpreted else FEW_TOKENS)
+    few = tokens <= (2 if interpreted else MOST_CTA_PER_TOKEN)
     long = window.states >= _LONG_WINDOW
     # Where every fourth token closes a window, looking for them takes longer than more CTAs.
     blocks = not few and (long or interpreted)

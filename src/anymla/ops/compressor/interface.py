@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from anymla.ops._pages import check_cache
-from anymla.ops.compressor.support import norm_support, numba_save_support
+from anymla.ops.compressor.support import norm_support, numba_partial_states_support
 from anymla.ops.device import float32_support, has_numba
 from anymla.ops.registry import (
     FLOAT32_UP,
@@ -217,19 +217,22 @@ def _check_state(name: str, state_cache: Tensor, width: int) -> None:
 
 _FAMILY = "anymla.ops.compressor"
 for _operation, _kernel in (
-    (save_partial_states, "save"),
+    (save_partial_states, "partial_states"),
     (compress_norm_rope_insert, "compress"),
     (compress_norm, "compress"),
 ):
     _operation.register_lazy("reference", f"{_FAMILY}.reference")
     _operation.register_lazy("torch", f"{_FAMILY}.torch_{_kernel}")
-for _operation, _kernel in ((save_partial_states, "save"), (compress_norm_rope_insert, "compress")):
+for _operation, _kernel in (
+    (save_partial_states, "partial_states"),
+    (compress_norm_rope_insert, "compress"),
+):
     _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=float32_support)
 compress_norm.register_lazy("triton", f"{_FAMILY}.triton_norm", supports=norm_support)
 save_partial_states.register_lazy(
     "numba",
-    f"{_FAMILY}.numba_save",
-    supports=numba_save_support,
+    f"{_FAMILY}.numba_partial_states",
+    supports=numba_partial_states_support,
     automatic=has_numba(),
     by_kind=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from anymla.formats.page_layout import INDEX_LAYOUTS, MAIN_LAYOUTS, V41_COMPRESSED_NVFP4
-from anymla.ops.compressor.config import FEW_TOKENS, MOST_PDL, Window
+from anymla.ops.compressor.config import MOST_CTA_PER_TOKEN, MOST_PDL, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,4 +38,4 @@ SHAPES = (V4_RATIO4, V4_RATIO128, V4_INDEX)
 V41_RATIO2 = Window(2, False, 512, 8)
 ROPE_DIM = 64
 # Tokens of a step, on both sides of every threshold of ``config``.
-TOKENS = (1, FEW_TOKENS, FEW_TOKENS + 1, MOST_PDL, MOST_PDL + 1)
+TOKENS = (1, MOST_CTA_PER_TOKEN, MOST_CTA_PER_TOKEN + 1, MOST_PDL, MOST_PDL + 1)

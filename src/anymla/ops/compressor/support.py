@@ -10,7 +10,7 @@ from anymla.ops._few_tokens import few_tokens_support
 from anymla.ops.device import Support, float32_support
 
 
-def numba_save_support(
+def numba_partial_states_support(
     kv: Tensor,
     score: Tensor,
     ape: Tensor,

@@ -29,19 +29,19 @@ def choose_gate_config(hidden: int, target: Target) -> GateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsConfig:
+class TableRowsConfig:
     """Blocks of channels of a tile, warps."""
 
     blocks: int
     num_warps: int
 
 
-def choose_rows_config(blocks: int, block: int, target: Target) -> RowsConfig:
+def choose_rows_config(blocks: int, block: int, target: Target) -> TableRowsConfig:
     """Of so many blocks, each of ``block`` channels that share a scale."""
     held = _power_of_2_above(block)
     many = blocks * held >= _MANY_CHANNELS * _CTAS_PER_SM * target.sm_count
     tile = _MANY_CHANNELS if many else _FEW_CHANNELS
-    return RowsConfig(max(1, tile // held), 4)
+    return TableRowsConfig(max(1, tile // held), 4)
 
 
 def _power_of_2_above(n: int) -> int:

@@ -14,7 +14,8 @@ from anymla.ops.device import Target, target_of
 from anymla.ops.pdl import target_has_pdl
 
 ROWS = 16
-FEW_TOKENS = 128
+# Up to here slices are not the widest, and a CTA of a large tile has one chunk of channels.
+MOST_NARROW_TOKENS = 128
 # Channels of a slice: of one block of tokens, of some, of many. One has few CTAs otherwise.
 SLICES = (32, 128, 512)
 _CHANNELS = 32
@@ -63,7 +64,7 @@ def choose_mix_config(tokens: int, d: int, dtype: torch.dtype, target: Target) -
         return _large_tile(tokens, d)
     joined = dtype == torch.bfloat16 and not target.arc_a
     columns = min(_CHANNELS if joined else _CHANNELS // 2, _width(d))
-    width = SLICES[(tokens > ROWS) + (tokens > FEW_TOKENS)]
+    width = SLICES[(tokens > ROWS) + (tokens > MOST_NARROW_TOKENS)]
     warps = 16 if target.arc_a else 4
     return MixConfig(ROWS, columns, min(width // columns, -(-d // columns)), warps)
 
@@ -73,9 +74,9 @@ def _large_tile(tokens: int, d: int) -> MixConfig:
     columns = min(_CHANNELS, _width(d))
     if tokens <= TOGETHER:
         return MixConfig(ROWS, columns, 1, 8 if ROWS < tokens <= 2 * ROWS else 4)
-    if tokens <= FEW_TOKENS and columns == _CHANNELS:
+    if tokens <= MOST_NARROW_TOKENS and columns == _CHANNELS:
         return MixConfig(4 * ROWS, columns, 1, 4, direct=True)
-    chunks = 1 if tokens <= FEW_TOKENS else min(4, -(-d // columns))
+    chunks = 1 if tokens <= MOST_NARROW_TOKENS else min(4, -(-d // columns))
     return MixConfig(4 * ROWS, columns, chunks, 8)
 
 

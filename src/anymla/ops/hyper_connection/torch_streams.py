@@ -19,7 +19,7 @@ from anymla.ops.hyper_connection.reference import post_then_pre
 # A decode step has some sixty numbers a site, for which every library call costs more than the
 # arithmetic: on one core the gates of a token take 35 us in Python numbers, 100 us as torch calls.
 # Python's float64 makes them more exact, not less.
-_FEW_TOKENS = 2
+_MOST_PYTHON_TOKENS = 2
 _STREAMS = 4
 _LOWEST_LOGIT = -700.0  # exp(700) is finite, and the sigmoid below it is 0 in every dtype
 
@@ -29,7 +29,7 @@ def suits_few(h: Tensor, norm_eps: float, hc_eps: float) -> bool:
     tokens, streams, _ = h.shape
     return (
         streams == _STREAMS
-        and 0 < tokens <= _FEW_TOKENS
+        and 0 < tokens <= _MOST_PYTHON_TOKENS
         and norm_eps > 0
         and hc_eps > 0
         and _host.on_host(h)

@@ -33,12 +33,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import (
-    aggregate,
+from anymla.ops._gluon import aggregate, view
+from anymla.ops._gluon_ptx import (
+    bar_warp_sync,
     gdc_launch_dependents,
     gdc_wait,
+    laneid,
+    ld_shared_v4_f32,
+    mbarrier_arrive_after_read,
+    mbarrier_init,
     mbarrier_wait,
-    view,
+    mbarrier_wait_if_negative,
+    shared_array,
+    st_shared_f32,
 )
 from anymla.ops.indexer.config import GROUP
 
@@ -254,63 +261,17 @@ def _first_page_of(rows, work, item, tile, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _reserve_scratch():
-    """Address of the reserved shared memory."""
-    return gl.inline_asm_elementwise(
-        "{ .shared .align 1024 .b8 anymla_scores[9216]; mov.u32 $0, anymla_scores; }",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _init_empty_barriers(scratch, FIRST: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexpr):
     """Initialise barriers that await WARPS each; a barrier of all threads makes them visible."""
     for i in gl.static_range(COUNT):
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
-            " @p mbarrier.init.shared::cta.b64 [$1], $2; mov.b32 $0, 0; }",
-            "=r,r,r", [scratch + 8 * (FIRST + i), WARPS], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _lane_of(like):
-    """Lane of each thread in its warp, laid out as ``like``."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %laneid;",
-        "=r,r", [gl.zeros_like(like).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _opaque_branch(scratch, stage, pages):
-    """A branch around a wait that no thread takes, which the compiler does not know."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ge.s32 p, $2, 0; @p bra ON;"
-        " AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 1; @!p bra AGAIN;"
-        " ON: mov.b32 $0, 0; }",
-        "=r,r,r", [scratch + 8 * stage, pages], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        mbarrier_init(scratch + 8 * (FIRST + i), WARPS)
 
 
 @gluon.jit
 def _release(scratch, stage, scale, lane):
     """Release a stage, of which ``scale`` is the last that a warp has read; returns ``scale``."""
     at = gl.zeros_like(scale).to(gl.int32) + scratch + 8 * stage
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.u32 p, $3, 0;"
-        " @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, $2; }",
-        "=f,r,f,r", [at, scale, lane], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _sync_warp():
-    """Barrier of the threads of a warp."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    return mbarrier_arrive_after_read(at, scale, lane)
 
 
 @gluon.jit
@@ -337,20 +298,14 @@ def _sum_address(scratch, INDEX: gl.constexpr, ROWS: gl.constexpr, L: gl.constex
 @gluon.jit
 def _store_partial(partial, partial_at):
     """Store partial sums of a tile, for all threads of the warp."""
-    gl.inline_asm_elementwise(
-        "st.shared.f32 [$1], $2; mov.b32 $0, 0;",
-        "=r,r,f", [partial_at, partial], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    _sync_warp()
+    st_shared_f32(partial_at, partial)
+    bar_warp_sync()
 
 
 @gluon.jit
 def _load_partial_sum(sum_at):
     """The sum of four, added as a butterfly of threads would."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [sum_at],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
-    )  # fmt: skip
+    a, b, c, d = ld_shared_v4_f32(sum_at)
     return (a + c) + (b + d)
 
 
@@ -696,7 +651,7 @@ def _epilogue(
     partial_at = _partial_addresses(scratch, weight[0][0], INDEX, ROWS)
     return Epilogue(
         out, maxima_out, weight, partial_at, _sum_address(scratch, INDEX, ROWS, L), row_of_item,
-        _lane_of(key), rows.pages, gl.maximum(gl.maximum(work.s0, work.s1), work.low0), inner_high,
+        laneid(key), rows.pages, gl.maximum(gl.maximum(work.s0, work.s1), work.low0), inner_high,
     )  # fmt: skip
 
 
@@ -810,7 +765,7 @@ def _issue_tile(
     stage, parity = (n & (DEPTH - 1)) * _C + INDEX, (n >> _log2(DEPTH)) & 1
     dots, scale = _issue_wgmma(pipeline, queries, stage, parity, ACC, L, ROWS)
     # What stands behind a branch is not issued in between the products.
-    _opaque_branch(pipeline.scratch, DEPTH * _C + 2, epilogue.pages)
+    mbarrier_wait_if_negative(pipeline.scratch + 8 * (DEPTH * _C + 2), epilogue.pages)
     return dots, scale
 
 
@@ -942,7 +897,7 @@ def scores_kernel(
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _P], FLAT)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], BARRIER)
-    scratch = _reserve_scratch()
+    scratch = shared_array("anymla_scores", 9216, 1024)
     _init_empty_barriers(scratch, 0, STAGES, 4)
     _init_empty_barriers(scratch, STAGES, 2, 4 * _C)
     _init_empty_barriers(scratch, STAGES + 2, 1, 4)

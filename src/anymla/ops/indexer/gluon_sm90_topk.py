@@ -25,7 +25,29 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._gluon import gdc_launch_dependents, gdc_wait, warpgroup_barrier
+from anymla.ops._gluon import warpgroup_barrier
+from anymla.ops._gluon_ptx import (
+    atom_shared_append_if_equal,
+    cp_async_bulk_prefetch_l2,
+    gdc_launch_dependents,
+    gdc_wait,
+    ld_shared_b32,
+    ld_shared_f32_b32,
+    ld_shared_max_f32x2,
+    ld_shared_sum_before,
+    ld_shared_v4_b32,
+    mask_from,
+    red_shared_add_1,
+    redux_add_st_shared,
+    redux_max_st_shared_f32x2,
+    scan_add_st_shared,
+    shared_array,
+    st_shared_b32_if,
+    st_shared_crossing,
+    st_shared_in_order_if_reached,
+    st_shared_v4_if,
+    st_shared_v4_zero,
+)
 from anymla.ops.indexer.config import (
     GROUP,
     MAX_GROUPS_K,
@@ -62,193 +84,10 @@ _UNREAD = gl.constexpr(3 * 2048 + MAX_GROUPS_K + 4)
 _EXTREMES = gl.constexpr(3 * 2048 + MAX_GROUPS_K + 8)
 _WARP_SUMS = gl.constexpr(3 * 2048 + MAX_GROUPS_K + 8 + 2 * 16)
 _RANKS = gl.constexpr(3 * 2048 + MAX_GROUPS_K + 8 + 3 * 16)
+_SCRATCH_BYTES = gl.constexpr(28960)
 
 
-# --- reductions and scans over the warps of a CTA -----------------------------------------------
-# A warp reduces in one instruction, stores the result in a place of its own, and after a barrier
-# reduces what all have stored: one barrier, and no thread waits for a chain of shuffles.
-
-
-# A warp's lanes add what lanes below them have.
-_SUM_UP = gl.constexpr(
-    " ".join(
-        f"shfl.sync.up.b32 r|q, i, {step}, 0, 0xffffffff; @q add.s32 i, i, r;"
-        for step in (1, 2, 4, 8, 16)
-    )
-)
-
-
-@gluon.constexpr_function
-def _extremes_text(before, reduced, behind):
-    """Text that makes numbers in the order of scores of a and b, or scores of them again."""
-    text = before
-    for x in ("a", "b"):
-        text += f"shr.s32 s, {x}, 31; and.b32 s, s, 0x7fffffff; xor.b32 {x}, {x}, s; "
-        if reduced:
-            text += f"redux.sync.max.s32 {x}, {x}, 0xffffffff; "
-    return text + behind
-
-
-@gluon.jit
-def _warp_extremes(at, a, b):
-    """Store the largest a and the largest b of each warp in its place; NaN is larger."""
-    TEXT: gl.constexpr = _extremes_text(
-        "{ .reg .pred p; .reg .b32 l, a, b, s; mov.u32 l, %laneid; setp.eq.u32 p, l, 0;"
-        " mov.b32 a, $2; mov.b32 b, $3; ",
-        True,
-        " @p st.shared.v2.b32 [$1], {a, b}; mov.b32 $0, 0; }",
-    )
-    gl.inline_asm_elementwise(
-        TEXT, "=r,r,f,f", [at, a, b], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _cta_extremes(at, WARPS: gl.constexpr):
-    """The largest of what all warps have stored, from ``at`` on."""
-    FIRST: gl.constexpr = (
-        "{ .reg .b32 l, a, b, s; mov.u32 l, %laneid; min.u32 l, l, $3; shl.b32 l, l, 3;"
-        " add.u32 l, l, $2; ld.shared.v2.b32 {a, b}, [l];"
-        " redux.sync.max.s32 a, a, 0xffffffff; redux.sync.max.s32 b, b, 0xffffffff; "
-    )
-    TEXT: gl.constexpr = _extremes_text(FIRST, False, " mov.b32 $0, a; mov.b32 $1, b; }")
-    return gl.inline_asm_elementwise(
-        TEXT, "=f,=f,r,r", [at, WARPS - 1], dtype=(gl.float32, gl.float32), is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _warp_sum(at, x):
-    """The sum of each warp's x, which it also stores in its place."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0;"
-        " redux.sync.add.s32 $0, $2, 0xffffffff; @p st.shared.b32 [$1], $0; }",
-        "=r,r,r", [at, x], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _warp_ranks(at, x):
-    """The sum of x in lanes below; each warp's sum is stored in its place."""
-    TEXT: gl.constexpr = (
-        "{ .reg .pred p, q; .reg .b32 i, r; mov.b32 i, $2; "
-        + _SUM_UP
-        + " mov.u32 r, %laneid; setp.eq.u32 p, r, 31; @p st.shared.b32 [$1], i;"
-        " sub.s32 $0, i, $2; }"
-    )
-    return gl.inline_asm_elementwise(
-        TEXT, "=r,r,r", [at, x], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _sum_of_warps_before(at, warp):
-    """The sum of what warps before this one have stored, from ``at`` on."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 l, a; mov.u32 l, %laneid; setp.lt.u32 p, l, $2; mov.b32 a, 0;"
-        " shl.b32 l, l, 2; add.u32 l, l, $1; @p ld.shared.b32 a, [l];"
-        " redux.sync.add.s32 $0, a, 0xffffffff; }",
-        "=r,r,r", [at, warp], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _store_crossing(at, before, own, d, c, b, a, wanted, number):
-    """Where counts from the first thread's on reach ``wanted``: (number, count before it, 0, 1).
-
-    Args:
-        at: where it is put.
-        before: what warps before this one count.
-        own: what this one counts.
-        d: a thread's first count, of what has ``number``.
-        c: its next, of number - 1.
-        b: of number - 2.
-        a: of number - 3.
-        wanted: at least 1.
-        number: of each thread.
-    """
-    TEXT: gl.constexpr = (
-        "{ .reg .pred p, q; .reg .b32 i, r, t, n; setp.ge.s32 p, $2, $8; @p bra DONE;"
-        " add.s32 i, $2, $3; setp.lt.s32 p, i, $8; @p bra DONE;"
-        " add.s32 i, $4, $5; add.s32 i, i, $6; add.s32 i, i, $7; mov.b32 t, i; "
-        + _SUM_UP
-        + " add.s32 i, i, $2; setp.lt.s32 p, i, $8; @p bra DONE;"
-        " sub.s32 i, i, t; setp.ge.s32 p, i, $8; @p bra DONE; mov.b32 n, $9;"
-        " add.s32 t, i, $4; setp.ge.s32 p, t, $8; @p bra PUT; mov.b32 i, t; sub.s32 n, n, 1;"
-        " add.s32 t, i, $5; setp.ge.s32 p, t, $8; @p bra PUT; mov.b32 i, t; sub.s32 n, n, 1;"
-        " add.s32 t, i, $6; setp.ge.s32 p, t, $8; @p bra PUT; mov.b32 i, t; sub.s32 n, n, 1;"
-        " PUT: mov.b32 r, 0; mov.b32 t, 1; st.shared.v4.b32 [$1], {n, i, r, t};"
-        " DONE: mov.b32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(
-        TEXT, "=r,r,r,r,r,r,r,r,r,r", [at, before, own, d, c, b, a, wanted, number],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-# --- instructions on the reserved shared memory -------------------------------------------------
-
-
-@gluon.jit
-def _reserve_scratch():
-    """Address of the reserved shared memory."""
-    return gl.inline_asm_elementwise(
-        "{ .shared .align 16 .b8 anymla_topk[28960]; mov.u32 $0, anymla_topk; }",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _clear4(at):
-    """Store four zeros each."""
-    gl.inline_asm_elementwise(
-        "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$1], {z, z, z, z}; mov.b32 $0, z; }",
-        "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _increment(at):
-    """Increment a counter."""
-    gl.inline_asm_elementwise(
-        "red.shared.add.u32 [$1], 1; mov.b32 $0, 0;",
-        "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _mask_text(each):
-    """Text and constraints: a thread's ``each`` scores, whose entries rise, before an end."""
-    lines = ["{ .reg .pred h;"] + [f"mov.b32 ${i}, ${each + i};" for i in range(each)]
-    lines += [f"setp.lt.s32 h, ${3 * each - 1}, ${3 * each}; @h bra ALL;"]
-    for i in range(each):
-        lines += [f"setp.lt.s32 h, ${2 * each + i}, ${3 * each}; @!h mov.b32 ${i}, 0xff800000;"]
-    outputs, scratch, floats = ["=f"] * each, ["r"] * each, ["f"] * each
-    return " ".join(lines) + " ALL: }", ",".join(outputs + floats + scratch + scratch)
-
-
-@gluon.jit
-def _mask_from(x, entry, end, WARPS: gl.constexpr):
-    """x, but -inf from entry ``end`` on, which few threads have."""
-    EACH: gl.constexpr = x.shape[0] // (32 * WARPS)
-    HIDING: gl.constexpr = _mask_text(EACH)
-    return gl.inline_asm_elementwise(
-        HIDING[0], HIDING[1], [x, entry, end], dtype=gl.float32, is_pure=False, pack=EACH
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _store_text(each):
-    """Text and constraints: a thread's ``each`` entries, of those x that reach a limit."""
-    lines = ["{ .reg .pred p; .reg .b32 a;", f"mov.b32 a, ${each};"]
-    for i in range(each):
-        x, entry, limit = (f"${(2 + n) * each + i}" for n in range(3))
-        lines += [
-            f"setp.ge.f32 p, {x}, {limit}; @p st.shared.b32 [a], {entry}; @p add.u32 a, a, 4;",
-            f"mov.b32 ${i}, 0;",
-        ]
-    outputs, scratch, floats = ["=r"] * each, ["r"] * each, ["f"] * each
-    return " ".join(lines) + " }", ",".join(outputs + scratch + floats + scratch + floats)
+# --- shared memory ------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -261,104 +100,13 @@ def _store_in_order(scratch, at, x, limit, entry, WARPS: gl.constexpr):
     count = gl.sum(gl.reshape(gl.where(x >= limit, 1.0, 0.0), [THREADS, EACH]), 1).to(gl.int32)
     LINE: gl.constexpr = count.type.layout
     warp = gl.arange(0, THREADS, layout=ONE) // 32
-    before = _warp_ranks(scratch + (_RANKS + warp) * 4, gl.convert_layout(count, ONE))
+    before = scan_add_st_shared(scratch + (_RANKS + warp) * 4, gl.convert_layout(count, ONE))
     warpgroup_barrier()
-    before += _sum_of_warps_before(scratch + _RANKS * 4, warp)
+    before += ld_shared_sum_before(scratch + _RANKS * 4, warp)
     before = gl.expand_dims(gl.convert_layout(before, LINE), 1)
     before = gl.reshape(gl.broadcast(before, gl.reshape(entry, [THREADS, EACH]))[0], [x.shape[0]])
     before = gl.convert_layout(before, x.type.layout)
-    STORING: gl.constexpr = _store_text(EACH)
-    gl.inline_asm_elementwise(
-        STORING[0], STORING[1], [at + before * 4, x, entry, limit],
-        dtype=gl.int32, is_pure=False, pack=EACH,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _prefetch_l2(address, size):
-    """Prefetch ``size`` bytes into the L2, by one thread."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r", [address, size], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _store1(at, x, there):
-    """Store an int32 each of those that are ``there``."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }",
-        "=r,r,r,r", [at, x, there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _load1(at):
-    """Load an int32."""
-    return gl.inline_asm_elementwise(
-        "ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _load2(at):
-    """Load a float32 and an int32."""
-    return gl.inline_asm_elementwise(
-        "ld.shared.v2.b32 {$0, $1}, [$2];", "=f,=r,r", [at],
-        dtype=(gl.float32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _load4(at):
-    """Load four int32."""
-    return gl.inline_asm_elementwise(
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [at],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _store3(at, x, y, z, there):
-    """Store three int32 of those that are ``there``; the fourth becomes 1."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5};"
-        " mov.b32 $0, 0; }",
-        "=r,r,r,r,r,r", [at, x, y, z, there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _collect_text(each):
-    """Text and constraints: a thread's ``each`` scores, of those whose number is wanted."""
-    at, number, wanted, x, entry = (
-        [f"${(1 + n) * each + i}" for i in range(each)] for n in range(5)
-    )
-    same = [f"{number[i]}, {wanted[i]}" for i in range(each)]
-    # Few threads have one.
-    lines = [f"{{ .reg .pred p, q; .reg .b32 s, a; setp.eq.u32 p, {same[0]};"]
-    lines += [f"setp.eq.or.u32 p, {those}, p;" for those in same[1:]] + ["@!p bra DONE;"]
-    for i in range(each):
-        lines += [
-            f"setp.ne.u32 q, {same[i]}; @q bra PAST{i}; atom.shared.add.u32 s, [{at[i]}], 1;",
-            f"setp.ge.u32 q, s, 128; @q bra PAST{i}; shl.b32 a, s, 3; add.u32 a, a, {at[i]};",
-            f"st.shared.v2.b32 [a+16], {{{x[i]}, {entry[i]}}}; PAST{i}:",
-        ]
-    lines += ["DONE:", *(f"mov.b32 ${i}, 0;" for i in range(each)), "}"]
-    outputs, scratch, floats = ["=r"] * each, ["r"] * each, ["f"] * each
-    return " ".join(lines), ",".join(outputs + 3 * scratch + floats + scratch)
-
-
-@gluon.jit
-def _collect_candidates(at, number, wanted, x, entry, WARPS: gl.constexpr):
-    """Where ``number`` is ``wanted``: x and entry go into the list behind the counter ``at``."""
-    EACH: gl.constexpr = x.shape[0] // (32 * WARPS)
-    NOTING: gl.constexpr = _collect_text(EACH)
-    gl.inline_asm_elementwise(
-        NOTING[0], NOTING[1], [at, number, wanted, x, entry],
-        dtype=gl.int32, is_pure=False, pack=EACH,
-    )  # fmt: skip
+    st_shared_in_order_if_reached(at + before * 4, x, entry, limit, EACH)
 
 
 @gluon.jit
@@ -383,7 +131,7 @@ def _clear_digits(scratch, WARPS: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     line = gl.arange(0, _DIGITS // 4, layout=L)
     for digit in gl.static_range(3):
-        _clear4(scratch + (line + digit * (_DIGITS // 4)) * 16)
+        st_shared_v4_zero(scratch + (line + digit * (_DIGITS // 4)) * 16)
 
 
 @gluon.jit
@@ -394,7 +142,7 @@ def _scan_digits(scratch, first, wanted, WARPS: gl.constexpr):
     """
     L: gl.constexpr = gl.BlockedLayout([_DIGITS // 4 // (32 * WARPS)], [32], [WARPS], [0])
     line = gl.arange(0, _DIGITS // 4, layout=L)
-    a, b, c, d = _load4(scratch + (first + _DIGITS - 4 - 4 * line) * 4)
+    a, b, c, d = ld_shared_v4_b32(scratch + (first + _DIGITS - 4 - 4 * line) * 4)
     total = a + b + c + d
     reached = gl.associative_scan(total, 0, _add)
     above = reached - total
@@ -407,9 +155,9 @@ def _scan_digits(scratch, first, wanted, WARPS: gl.constexpr):
     hits = gl.where(past_b, a, gl.where(past_c, b, gl.where(past_d, c, d)))
     above += gl.where(past_d, d, 0) + gl.where(past_c, c, 0) + gl.where(past_b, b, 0)
     found = gl.zeros_like(line) + scratch + _FOUND * 4
-    _store3(found, digit, above, hits, crosses)
+    st_shared_v4_if(found, digit, above, hits, crosses)
     warpgroup_barrier()
-    digit, above, hits, _ = _load4(scratch + _FOUND * 4)
+    digit, above, hits, _ = ld_shared_v4_b32(scratch + _FOUND * 4)
     return digit, above, hits
 
 
@@ -420,7 +168,7 @@ def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
     Counters are zeros, which all threads know, and are not afterwards.
 
     Args:
-        scratch: of ``_reserve_scratch``.
+        scratch: address of the reserved shared memory.
         key: int32, NOTHING where there is none; more than ``wanted`` are there. NOTHING is counted
             without harm, as no key begins with its first digit.
         wanted: at least 1.
@@ -428,7 +176,7 @@ def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
     """
     # As unsigned numbers in the same order.
     number = key ^ _NOTHING
-    _increment(scratch + ((number >> 21) & 2047) * 4)
+    red_shared_add_1(scratch + ((number >> 21) & 2047) * 4)
     warpgroup_barrier()
     prefix, above, hits = _scan_digits(scratch, 0, wanted, WARPS)
     shift = 21
@@ -437,7 +185,7 @@ def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
         digit = gl.where(
             ((number >> 21) & 2047) == prefix, (number >> 10) & 2047, _UNREAD - _DIGITS
         )
-        _increment(scratch + (_DIGITS + digit) * 4)
+        red_shared_add_1(scratch + (_DIGITS + digit) * 4)
         warpgroup_barrier()
         digit, more, hits = _scan_digits(scratch, _DIGITS, wanted - above, WARPS)
         above += more
@@ -447,7 +195,7 @@ def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
             digit = gl.where(
                 ((number >> 10) & 0x3FFFFF) == prefix, number & 1023, _UNREAD - 2 * _DIGITS
             )
-            _increment(scratch + (2 * _DIGITS + digit) * 4)
+            red_shared_add_1(scratch + (2 * _DIGITS + digit) * 4)
             warpgroup_barrier()
             digit, more, hits = _scan_digits(scratch, 2 * _DIGITS, wanted - above, WARPS)
             above += more
@@ -483,9 +231,9 @@ def _clear_bins(scratch, WARPS: gl.constexpr):
     """Clear the histogram, the number of candidates, and what a scan finds."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     line = gl.arange(0, 32 * WARPS, layout=L)
-    _clear4(scratch + line * 16)
-    _clear4(scratch + _CANDIDATES * 4 + line * 0)
-    _clear4(scratch + _FOUND * 4 + line * 0)
+    st_shared_v4_zero(scratch + line * 16)
+    st_shared_v4_zero(scratch + _CANDIDATES * 4 + line * 0)
+    st_shared_v4_zero(scratch + _FOUND * 4 + line * 0)
 
 
 @gluon.jit
@@ -501,13 +249,13 @@ def _score_range(scratch, x, FEW: gl.constexpr, WARPS: gl.constexpr):
     best = gl.reduce(gl.reshape(best, [32 * WARPS, EACH]), 1, _max_nan)
     bound = gl.reduce(gl.reshape(bound, [32 * WARPS, EACH]), 1, _max_nan)
     warp = gl.arange(0, 32 * WARPS, layout=ONE) // 32
-    _warp_extremes(
+    redux_max_st_shared_f32x2(
         scratch + (_EXTREMES + 2 * warp) * 4,
         gl.convert_layout(best, ONE),
         gl.convert_layout(bound, ONE),
     )
     warpgroup_barrier()
-    return _cta_extremes(scratch + _EXTREMES * 4, WARPS)
+    return ld_shared_max_f32x2(scratch + _EXTREMES * 4, WARPS - 1)
 
 
 @gluon.jit
@@ -515,14 +263,14 @@ def _scan_bins(scratch, wanted, BINS: gl.constexpr, WARPS: gl.constexpr):
     """(bin, scores in higher bins, zero, 1) where the ``wanted``-th lies, or zeros."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     line = gl.arange(0, BINS // 4, layout=L)
-    a, b, c, d = _load4(scratch + (BINS - 4 - 4 * line) * 4)
-    own = _warp_sum(scratch + (_WARP_SUMS + line // 32) * 4, a + b + c + d)
+    a, b, c, d = ld_shared_v4_b32(scratch + (BINS - 4 - 4 * line) * 4)
+    own = redux_add_st_shared(scratch + (_WARP_SUMS + line // 32) * 4, a + b + c + d)
     warpgroup_barrier()
-    before = _sum_of_warps_before(scratch + _WARP_SUMS * 4, line // 32)
+    before = ld_shared_sum_before(scratch + _WARP_SUMS * 4, line // 32)
     found = scratch + _FOUND * 4
-    _store_crossing(found, before, own, d, c, b, a, wanted, BINS - 1 - 4 * line)
+    st_shared_crossing(found, before, own, d, c, b, a, wanted, BINS - 1 - 4 * line)
     warpgroup_barrier()
-    return _load4(found)
+    return ld_shared_v4_b32(found)
 
 
 @gluon.jit
@@ -531,18 +279,18 @@ def _kth_candidate(scratch, count, wanted, WARPS: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     who = gl.arange(0, 32 * WARPS, layout=L)
     at = scratch + _CANDIDATES * 4 + 16
-    x, entry = _load2(at + gl.minimum(who, _MAX_CANDIDATES - 1) * 8)
+    x, entry = ld_shared_f32_b32(at + gl.minimum(who, _MAX_CANDIDATES - 1) * 8)
     better, behind = gl.zeros_like(who), gl.zeros_like(who)
     for i in range(0, count):
-        other, its_entry = _load2(at + i * 8)
+        other, its_entry = ld_shared_f32_b32(at + i * 8)
         same = other == x
         better += ((other > x) | (same & (its_entry < entry))).to(gl.int32)
         behind += (same & (its_entry > entry)).to(gl.int32)
     it = (who < count) & (better == wanted - 1)
     bits = x.to(gl.int32, bitcast=True)
-    _store3(gl.zeros_like(who) + scratch + _FOUND * 4, bits, entry, behind, it)
+    st_shared_v4_if(gl.zeros_like(who) + scratch + _FOUND * 4, bits, entry, behind, it)
     warpgroup_barrier()
-    bits, entry, behind, _ = _load4(scratch + _FOUND * 4)
+    bits, entry, behind, _ = ld_shared_v4_b32(scratch + _FOUND * 4)
     return bits.to(gl.float32, bitcast=True), entry, behind
 
 
@@ -553,7 +301,7 @@ def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl
     Counters are zeros, which all threads know, and are not afterwards.
 
     Args:
-        scratch: of ``_reserve_scratch``.
+        scratch: address of the reserved shared memory.
         at: a place in shared memory.
         x: float32, -inf from entry ``end`` on; neighbours in a thread.
         entry: int32, rising; of equal scores the lower entry is better.
@@ -572,21 +320,21 @@ def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl
         scale = (BINS - 2) / width
         # What is below the bound has a bin to itself, the lowest.
         number = gl.maximum(gl.fma(x + least, scale, 8388609.0), 8388608.0)
-        _increment(scratch + (number.to(gl.int32, bitcast=True) - _MAGIC) * 4)
+        red_shared_add_1(scratch + (number.to(gl.int32, bitcast=True) - _MAGIC) * 4)
         warpgroup_barrier()
         its, above, zero, crossed = _scan_bins(scratch, wanted, BINS, WARPS)
         # Once more, with a zero that compilers do not know, so that registers keep nothing.
         number = gl.fma(x + (least + zero.to(gl.float32, bitcast=True)), scale, 8388609.0)
-        _collect_candidates(
+        atom_shared_append_if_equal(
             scratch + _CANDIDATES * 4,
             number.to(gl.int32, bitcast=True),
             its + _MAGIC,
             x,
             entry,
-            WARPS,
+            x.shape[0] // (32 * WARPS),
         )
         warpgroup_barrier()
-        count = _load1(scratch + _CANDIDATES * 4)
+        count = ld_shared_b32(scratch + _CANDIDATES * 4)
         # Where entries are few, fewer than are wanted may reach the bound.
         found = (crossed > 0) & (its > 0) & (count <= _MAX_CANDIDATES)
         if found:
@@ -596,7 +344,7 @@ def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl
             x = gl.where((x == limit) & (entry > last), float("-inf"), x)
         _store_in_order(scratch, at, x, limit, entry, WARPS)
     else:
-        zero = _load1(scratch + _FOUND * 4 + 8)
+        zero = ld_shared_b32(scratch + _FOUND * 4 + 8)
         warpgroup_barrier()
         _clear_digits(scratch, WARPS)
         warpgroup_barrier()
@@ -605,7 +353,7 @@ def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl
         key = gl.where(there, _ordered(x.to(gl.int32, bitcast=True)), _NOTHING)
         key_limit, above = _radix_select(scratch, key, wanted, WARPS)
         place, taken = _places(key, key_limit, wanted - above)
-        _store1(at + place * 4, entry, taken)
+        st_shared_b32_if(at + place * 4, entry, taken)
 
 
 # --- the kernel ---------------------------------------------------------------------------------
@@ -669,7 +417,7 @@ def topk_kernel(
     """
     ALL: gl.constexpr = gl.BlockedLayout([ELEMENTS // (32 * WARPS)], [32], [WARPS], [0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    scratch = _reserve_scratch()
+    scratch = shared_array("anymla_topk", _SCRATCH_BYTES, 16)
     _clear_bins(scratch, WARPS)
     if PDL:
         gdc_wait()
@@ -686,7 +434,7 @@ def topk_kernel(
         bits = gl.load(scores + entry, mask=entry < (covered + 3) // 4 * 4, other=0)
         # The row of a CTA that begins when this one ends.
         if gl.program_id(0) + _PREFETCHED < gl.num_programs(0):
-            _prefetch_l2(
+            cp_async_bulk_prefetch_l2(
                 (scores + _PREFETCHED * scores_stride).to(gl.int64), (covered + 3) // 4 * 16
             )
     else:
@@ -714,22 +462,22 @@ def topk_kernel(
                     _neighbours(GROUPS, PADDED_K, WARPS), WARPS,
                 )  # fmt: skip
             else:
-                _store1(scratch + (_GROUPS_CHOSEN + number) * 4, number, best != _NOTHING)
+                st_shared_b32_if(scratch + (_GROUPS_CHOSEN + number) * 4, number, best != _NOTHING)
             _clear_bins(scratch, WARPS)
             warpgroup_barrier()
             line = element // _G
-            group = _load1(scratch + (_GROUPS_CHOSEN + gl.minimum(line, PADDED_K - 1)) * 4)
+            group = ld_shared_b32(scratch + (_GROUPS_CHOSEN + gl.minimum(line, PADDED_K - 1)) * 4)
             entry = gl.where(line < gl.minimum(last, k), group, _NO_GROUP) * _G
             entry = gl.max_contiguous(gl.multiple_of(entry + element % _G, 4), 4)
             bits = gl.load(scores + entry, mask=entry < _NO_GROUP * _G, other=0)
         x = bits.to(gl.float32, bitcast=True)
-        x = _mask_from(x, entry, count, WARPS)
+        x = mask_from(x, entry, count, ELEMENTS // (32 * WARPS))
         _store_topk(
             scratch, scratch + _ENTRIES * 4, x, entry, count, k,
             _neighbours(ELEMENTS, PADDED_K, WARPS), WARPS,
         )  # fmt: skip
         warpgroup_barrier()
-        entry_of = _load1(scratch + (_ENTRIES + place_of) * 4)
+        entry_of = ld_shared_b32(scratch + (_ENTRIES + place_of) * 4)
     gl.store(out + place_of, entry_of, mask=place_of < k)
     if slots is not None:
         slots += row * slots_stride

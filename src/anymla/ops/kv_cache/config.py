@@ -16,16 +16,16 @@ _TILE, _PER_THREAD = 2048, 16
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsConfig:
+class CacheTileConfig:
     """Rows of a CTA's tile, and its warps."""
 
     rows: int
     num_warps: int
 
 
-def choose_config(channels: int, target: Target) -> RowsConfig:
+def choose_config(channels: int, target: Target) -> CacheTileConfig:
     """Rows of ``channels`` that are stored or read."""
-    return RowsConfig(max(1, _TILE // channels), _TILE // (_PER_THREAD * target.warp_size))
+    return CacheTileConfig(max(1, _TILE // channels), _TILE // (_PER_THREAD * target.warp_size))
 
 
 def row_support(*args: Any, layout: str = MAIN_FP8, **keywords: Any) -> Support:

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import gdc_launch_dependents, gdc_wait
+from anymla.ops._gluon_ptx import cvt_f16_e4m3x4, gdc_launch_dependents, gdc_wait, mov_bf16_bf16x2
 
 _K_BLOCK = gl.constexpr(128)
 
@@ -101,13 +101,7 @@ def packed_layout(warps, rows, quant):
 @gluon.jit
 def _e4m3_to_fp16(packed):
     """Packed e4m3 int32 [..] to float16 [.., 2, 2]."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; .reg .b32 u, v; mov.b32 {l, h}, $4;"
-        " cvt.rn.f16x2.e4m3x2 u, l; cvt.rn.f16x2.e4m3x2 v, h;"
-        " mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v; }",
-        "=h,=h,=h,=h,r", [packed],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
-    )  # fmt: skip
+    a, b, c, d = cvt_f16_e4m3x4(packed)
     return gl.join(gl.join(a, c), gl.join(b, d))
 
 
@@ -136,10 +130,7 @@ def quarters(packed):
 @gluon.jit
 def unpack_bf16(packed):
     """Pairs of bfloat16 [.., 32] as [.., 64], in the order of ``packed_layout``."""
-    a, b = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True, pack=1,
-    )  # fmt: skip
+    a, b = mov_bf16_bf16x2(packed)
     W: gl.constexpr = packed.shape[0]
     BLOCK_N: gl.constexpr = packed.shape[1]
     value = gl.reshape(gl.join(a, b), (W, BLOCK_N, 4, 8, 2))

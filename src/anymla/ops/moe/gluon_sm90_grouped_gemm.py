@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
-from anymla.ops._gluon import gdc_launch_dependents, gdc_wait, view
+from anymla.ops._gluon import view
+from anymla.ops._gluon_ptx import gdc_launch_dependents, gdc_wait
 
 _UNIT = gl.constexpr(64.0)  # decoded values are this much too small
 _FLOOR = gl.constexpr(ACTIVATION_AMAX_FLOOR)

@@ -36,7 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import gdc_launch_dependents, gdc_wait, opaque, view
+from anymla.ops._gluon import view
+from anymla.ops._gluon_ptx import cvt_e4m3x8_e2m1x8_table, gdc_launch_dependents, gdc_wait, opaque
 
 # Binades of scales that e4m3 holds exactly with every code of e2m1, 0.5 being a normal number.
 WINDOW = 12
@@ -283,26 +284,6 @@ def _prepare_scales(
 
 
 @gluon.jit
-def _decode(words, low, high):
-    """Codes int32 [R, 16] with their tables: e4m3 of even and of odd channels, four to a word."""
-    return gl.inline_asm_elementwise(
-        """{ .reg .b32 m, a, b, c, d, s, t;
-        and.b32 m, $2, 0x77777777;
-        prmt.b32 a, $3, $4, m;
-        shr.u32 m, m, 16;
-        prmt.b32 b, $3, $4, m;
-        prmt.b32 c, a, b, 0x6420;
-        prmt.b32 d, a, b, 0x7531;
-        shl.b32 s, $2, 4;
-        and.b32 s, s, 0x80808080;
-        and.b32 t, $2, 0x80808080;
-        or.b32 $0, s, c;
-        or.b32 $1, t, d; }""",
-        "=r,=r,r,r,r", [words, low, high], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _decode_part(ring, s, shift_at, part, group, window, WORDS: gl.constexpr):
     """A part's codes of a stage: even and odd channels int32 [32, 16], four words a group."""
     words = ring.codes.index(4 * s + part).load(WORDS)
@@ -313,7 +294,7 @@ def _decode_part(ring, s, shift_at, part, group, window, WORDS: gl.constexpr):
     inside = (up >= 0) & (up < _WINDOW)
     low = gl.where(inside, up * 0x08080800 + _LOW, 0)
     high = gl.where(inside, up * 0x08080808 + _HIGH, 0)
-    return _decode(words, low, high)
+    return cvt_e4m3x8_e2m1x8_table(words, low, high)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anymla.ops._gluon import aggregate
+from anymla.ops._gluon_ptx import cvt_e4m3x2_f32
 
 
 @aggregate
@@ -55,20 +56,6 @@ def _exp2_int(exponent):
 
 
 @gluon.jit
-def _code_pair(a, b):
-    """The e4m3 codes of two float32, a's in the low byte of int32; saturating, NaN to 0x7F."""
-    pair = gl.inline_asm_elementwise(
-        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1; cvt.u32.u16 $0, pair; }",
-        "=r,f,f",
-        [a, b],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return pair
-
-
-@gluon.jit
 def store_half_quantized(
     y, out, scales, angles, row, valid, HALF: gl.constexpr, ROPE_DIM: gl.constexpr
 ):
@@ -97,7 +84,7 @@ def store_half_quantized(
     bits = gl.cast(ratio, gl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
     inverse = gl.expand_dims(_exp2_int(gl.maximum(-exponent, -126)), 2)
-    both = _code_pair(a * inverse, b * inverse)
+    both = cvt_e4m3x2_f32(a * inverse, b * inverse)
     low, high = gl.split(gl.permute(both, (0, 2, 1)))
     OL: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
+from anymla.ops._gluon_ptx import nanosleep, prefetch_global_l2
 from anymla.ops.prefill_attention.gluon_sm90_shared import EMPTY_L, EMPTY_R, Q_EMPTY, put, wait
 
 # Triton 3.9 renamed both.
@@ -53,14 +54,7 @@ def _prefetch(q, token, head, heads):
     line = gl.arange(0, 512, layout=PL)
     row = token.to(gl.int64) * heads + head + gl.minimum(line // 8, heads - head - 1)
     line = row * 512 + line % 8 * 64
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [q + line],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch_global_l2(q + line)
 
 
 @gluon.jit
@@ -75,14 +69,7 @@ def _delay(blocks, tiles):
     longer = (tiles - 1) % ctas + 1
     late = gl.maximum(gl.program_id(0) - longer, 0)
     nanoseconds = late * gl.minimum(blocks, 600) * _BLOCK_NANOSECONDS // ctas
-    gl.inline_asm_elementwise(
-        "nanosleep.u32 $1; mov.u32 $0, 0;",
-        "=r,r",
-        [gl.full([1], 0, gl.int32, ONE) + nanoseconds],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    nanosleep(gl.full([1], 0, gl.int32, ONE) + nanoseconds)
 
 
 @gluon.jit

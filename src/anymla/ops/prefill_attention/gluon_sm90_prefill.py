@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anymla.ops._gluon_ptx import mul_f32_unless_one
 from anymla.ops.prefill_attention.gluon_sm90_epilogue import (
     Results,
     angles_of,
@@ -59,17 +60,6 @@ _MASKED = gl.constexpr(-1e30)
 # A maximum that grows by less than 2^8 does not replace the old one: weights stay below 2^8, which
 # 16-bit types hold as well as ones below 1, and what has been added up needs no rescaling.
 _RESCALE_THRESHOLD = gl.constexpr(8.0)
-# Multiplies 32 neighbouring values of a thread, rows r and r + 8 in turns of two, unless all
-# factors of the warp are 1.
-_RESCALE = gl.constexpr(
-    "{ .reg .pred one, all; setp.eq.f32 one, $64, 0f3F800000; "
-    "setp.eq.and.f32 one, $66, 0f3F800000, one; vote.sync.all.pred all, one, 0xffffffff; "
-    + " ".join(f"mov.f32 ${i}, ${i + 32};" for i in range(32))
-    + " @all bra.uni DONE; "
-    + " ".join(f"mul.f32 ${i}, ${i + 32}, ${i + 64};" for i in range(32))
-    + " DONE: }"
-)
-_RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 
 
 @gluon.jit
@@ -125,15 +115,7 @@ def _row_maxima(S, SR: gl.constexpr):
 @gluon.jit
 def rescale(acc, factor):
     """Multiply the rows of an accumulator, unless all factors of a warp are 1."""
-    acc = gl.inline_asm_elementwise(
-        _RESCALE,
-        _RESCALE_OPERANDS,
-        [acc, gl.expand_dims(factor, 1)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=32,
-    )
-    return acc
+    return mul_f32_unless_one(acc, gl.expand_dims(factor, 1))
 
 
 @gluon.jit

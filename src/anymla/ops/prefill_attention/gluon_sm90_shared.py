@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anymla.ops._gluon import aggregate
+from anymla.ops._gluon_ptx import mbarrier_arrive_warp, mbarrier_init_4, mbarrier_wait, shared_array
 
 # Numbers of the mbarriers placed by hand, two of each.
 P_FULL = gl.constexpr(0)
@@ -93,34 +94,19 @@ def get_any(slot):
 @gluon.jit
 def init_mbarriers():
     """Address of the mbarriers, each initialised for four arrivals; to be followed by a barrier."""
-    mbarriers = gl.inline_asm_elementwise(
-        "{ .shared .align 1024 .b8 anymla_prefill[1024]; mov.u32 $0, anymla_prefill; }",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    mbarriers = shared_array("anymla_prefill", 1024, 1024)
     for i in gl.static_range(_MBARRIERS):
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
-            " @p mbarrier.init.shared::cta.b64 [$1], 4; mov.b32 $0, 0; }",
-            "=r,r", [mbarriers + 8 * i], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        mbarrier_init_4(mbarriers + 8 * i)
     return mbarriers
 
 
 @gluon.jit
 def wait(mbarriers, which, parity):
     """Wait until the phase of a parity is over."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2;"
-        " @!p bra AGAIN; mov.b32 $0, 0; }",
-        "=r,r,r", [mbarriers + 8 * which, parity], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    mbarrier_wait(mbarriers, which, parity)
 
 
 @gluon.jit
 def arrive(mbarriers, which):
     """Arrive once for a warp, after all of its threads."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 l; bar.warp.sync 0xffffffff; mov.u32 l, %laneid;"
-        " setp.eq.u32 p, l, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
-        "=r,r", [mbarriers + 8 * which], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    mbarrier_arrive_warp(mbarriers + 8 * which)

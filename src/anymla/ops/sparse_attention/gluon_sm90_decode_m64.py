@@ -40,16 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import (
-    aggregate,
-    field,
-    gdc_launch_dependents,
-    gdc_wait,
-    opaque,
-    view,
-    warpgroup_barrier,
-)
+from anymla.ops._gluon import aggregate, field, view, warpgroup_barrier
 from anymla.ops._gluon_epilogue import Output, prefetch_angles
+from anymla.ops._gluon_ptx import gdc_launch_dependents, gdc_wait, opaque
 from anymla.ops.sparse_attention.gluon_sm90_bf16_fallback import any_overflow, bf16_fallback
 from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
     LOG2E,

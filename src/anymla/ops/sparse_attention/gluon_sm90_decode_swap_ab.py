@@ -22,14 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anymla.ops._gluon import (
-    aggregate,
-    gdc_launch_dependents,
-    gdc_wait,
-    view,
-    warpgroup_barrier,
-)
+from anymla.ops._gluon import aggregate, view, warpgroup_barrier
 from anymla.ops._gluon_epilogue import Output
+from anymla.ops._gluon_ptx import gdc_launch_dependents, gdc_wait
 from anymla.ops.sparse_attention.gluon_sm90_bf16_fallback import any_overflow, bf16_fallback
 from anymla.ops.sparse_attention.gluon_sm90_epilogue import (
     LOG2E,

@@ -13,8 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from anymla.ops._gluon import aggregate, field, opaque, view
+from anymla.ops._gluon import aggregate, field, view
 from anymla.ops._gluon_epilogue import CHANNELS, store_quantized_chunks, store_quantized_rows
+from anymla.ops._gluon_ptx import cp_async_bulk_wait_group_0, opaque
 from anymla.ops.sparse_attention.gluon_sm90_kv_producer import LIFT
 from anymla.ops.sparse_attention.gluon_sm90_query import (
     CHUNK,
@@ -295,11 +296,7 @@ def store_lse(params, split, head, top, sums):
 @gluon.jit
 def stores_done():
     """Wait until what TMA took has arrived, so that it may be written again."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r",
-        [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    cp_async_bulk_wait_group_0()
 
 
 @gluon.jit

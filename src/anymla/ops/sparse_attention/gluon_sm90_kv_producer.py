@@ -26,7 +26,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.ops._gluon import gdc_wait
+from anymla.ops._gluon_ptx import (
+    bar_warp_sync_after,
+    cvt_f16x2_bf16x2,
+    cvt_f16x2_e4m3x4_mul,
+    cvt_f16x2_f32,
+    gdc_wait,
+    ld_global_v4_if,
+    prefetch_global_l2_codes_if,
+    prefetch_global_l2_row_if,
+    prmt_b32,
+)
 from anymla.ops.sparse_attention import float16_range
 from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import KEYS, split_at
 
@@ -35,33 +45,6 @@ LIFT = gl.constexpr(2.0**float16_range.LIFT)
 assert float16_range.exact_scale_bytes(float16_range.LIFT) == (105, 127)  # see ``_inexact_bytes``
 MASKED = gl.constexpr(-1e30)
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
-_LOAD_IF = (  # rows leave L2 first, not what the next call begins with
-    "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
-    "setp.ne.s32 q, $5, 0; "
-    "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-    "@q ld.global%s.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
-)
-_LOAD = gl.constexpr(_LOAD_IF % ".nc")
-_LOAD_HERE = gl.constexpr(_LOAD_IF % "")  # stays between barriers
-_KEEP_ORDER = gl.constexpr("bar.warp.sync 0xffffffff; mov.u32 $0, 0;")
-_INTO_L2 = gl.constexpr(
-    "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; "
-    "@q prefetch.global.L2 [$1 + 256]; setp.ne.s32 q, $4, 0; @q prefetch.global.L2 [$3]; "
-    "mov.u32 $0, 0; }"
-)
-_CODES_INTO_L2 = gl.constexpr(
-    "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; "
-    "setp.ne.s32 q, $3, 0; @q prefetch.global.L2 [$1 + 256]; "
-    "setp.ne.s32 q, $5, 0; @q prefetch.global.L2 [$4]; mov.u32 $0, 0; }"
-)
-_DECODE = gl.constexpr(
-    "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
-    "cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
-    "mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $3; }"
-)
-_FLOAT16_PAIRS = gl.constexpr(
-    "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; cvt.rn.f16x2.f32 $0, b, a; }"
-)
 
 _V32 = get_layout(V32_FP8)
 _V32_ROW = gl.constexpr(_V32.data_bytes)
@@ -148,30 +131,13 @@ def address(slots, here, lists):
 
 
 @gluon.jit
-def float16_pairs(packed):
-    """Two packed bfloat16 as two packed float16."""
-    return gl.inline_asm_elementwise(
-        _FLOAT16_PAIRS, "=r,r", [packed], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _load(address, there, BETWEEN: gl.constexpr = False):
-    """16 bytes at each address, as four int32; zeros where there is no row."""
-    return gl.inline_asm_elementwise(
-        _LOAD_HERE if BETWEEN else _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _last_load(at, there, lists, BETWEEN: gl.constexpr):
     """The last 64 channels: codes, or a tail's two times 16 bytes, as eight int32."""
     if lists.TAIL:
-        first = _load(at + NOPE, there, BETWEEN)
-        return first + _load(at + NOPE + 64, there, BETWEEN)
+        first = ld_global_v4_if(at + NOPE, there, not BETWEEN)
+        return first + ld_global_v4_if(at + NOPE + 64, there, not BETWEEN)
     else:
-        return _load(at + 448, there, BETWEEN)
+        return ld_global_v4_if(at + 448, there, not BETWEEN)
 
 
 @gluon.jit
@@ -183,10 +149,7 @@ def loads_before_here(BETWEEN: gl.constexpr, WARPS: gl.constexpr = 4):
     """
     if BETWEEN:
         L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        gl.inline_asm_elementwise(
-            _KEEP_ORDER, "=r,r", [gl.arange(0, 32 * WARPS, layout=L)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        bar_warp_sync_after(gl.arange(0, 32 * WARPS, layout=L))
 
 
 @gluon.jit
@@ -198,11 +161,9 @@ def _into_l2(data, scales_at, valid, lane):
     there = gl.expand_dims(valid, 1)
     data = gl.expand_dims(data, 1)
     third = gl.where(lane == 0, data + 512, gl.expand_dims(scales_at, 1) + lane * 0)
-    gl.inline_asm_elementwise(
-        _INTO_L2, "=r,l,r,l,r",
-        [data + lane * 4, there.to(gl.int32) + lane * 0, third, (there & (lane < 32)).to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    prefetch_global_l2_row_if(
+        data + lane * 4, there.to(gl.int32) + lane * 0, third, (there & (lane < 32)).to(gl.int32)
+    )
 
 
 @gluon.jit
@@ -216,19 +177,8 @@ def codes_into_l2(data, scales_at, valid, lane, fp8, lists):
         more = there * gl.where(fp8, 1, 0)
     scales_at = gl.expand_dims(scales_at, 1) + lane * 0
     first = there * (lane == 0).to(gl.int32)
-    gl.inline_asm_elementwise(
-        _CODES_INTO_L2, "=r,l,r,r,l,r",
-        [gl.expand_dims(data, 1) + lane * 4, there, more, scales_at, first],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _decode(codes, factor):
-    """Four codes of each int32 times the factor, as two packed pairs of float16."""
-    return gl.inline_asm_elementwise(
-        _DECODE, "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
+    data = gl.expand_dims(data, 1) + lane * 4
+    prefetch_global_l2_codes_if(data, there, more, scales_at, first)
 
 
 @gluon.jit
@@ -243,9 +193,7 @@ def _factor(lifted, PLACE: gl.constexpr):
     else:
         bits = lifted >> 1
     bits = bits & 0x7F800000
-    pair = gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1
-    )
+    pair = cvt_f16x2_f32(bits)
     if len(pair.shape) == 1:
         pair = gl.expand_dims(pair, 1)
     return pair
@@ -281,10 +229,10 @@ def _row_of_eight(a, b, c, d, e, f, g, h, ROWS: gl.constexpr):
 def block_of_64(x, lifted, PLACE: gl.constexpr, ROWS: gl.constexpr):
     """64 channels of every row: [ROWS, 32] pairs."""
     factor = _factor(lifted, PLACE)
-    a, b = _decode(x[0], factor)
-    c, d = _decode(x[1], factor)
-    e, f = _decode(x[2], factor)
-    g, h = _decode(x[3], factor)
+    a, b = cvt_f16x2_e4m3x4_mul(x[0], factor)
+    c, d = cvt_f16x2_e4m3x4_mul(x[1], factor)
+    e, f = cvt_f16x2_e4m3x4_mul(x[2], factor)
+    g, h = cvt_f16x2_e4m3x4_mul(x[3], factor)
     return _row_of_eight(a, b, c, d, e, f, g, h, ROWS)
 
 
@@ -292,8 +240,10 @@ def block_of_64(x, lifted, PLACE: gl.constexpr, ROWS: gl.constexpr):
 def _tail(x, ROWS: gl.constexpr):
     """The bfloat16 channels of every row, in ``tail_order``: [ROWS, 32] pairs."""
     return _row_of_eight(
-        float16_pairs(x[0]), float16_pairs(x[1]), float16_pairs(x[2]), float16_pairs(x[3]),
-        float16_pairs(x[4]), float16_pairs(x[5]), float16_pairs(x[6]), float16_pairs(x[7]), ROWS,
+        cvt_f16x2_bf16x2(x[0]), cvt_f16x2_bf16x2(x[1]),
+        cvt_f16x2_bf16x2(x[2]), cvt_f16x2_bf16x2(x[3]),
+        cvt_f16x2_bf16x2(x[4]), cvt_f16x2_bf16x2(x[5]),
+        cvt_f16x2_bf16x2(x[6]), cvt_f16x2_bf16x2(x[7]), ROWS,
     )  # fmt: skip
 
 
@@ -308,11 +258,7 @@ def half_row(a, b, c, d, ROWS: gl.constexpr):
 def _fp8_half(a, b, c, d, low, high, lane, ROWS: gl.constexpr):
     """256 channels of every e4m3 row: [ROWS, 128] pairs. low, high: bytes of their scales."""
     # Of the two blocks in 64 channels a lane has 16 of one.
-    lifted = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r",
-        [gl.expand_dims(low, 1), gl.expand_dims(high, 1), 0x6420 + lane // 32 * 0x1111],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    lifted = prmt_b32(gl.expand_dims(low, 1), gl.expand_dims(high, 1), 0x6420 + lane // 32 * 0x1111)
     lifted = lifted + 0x07070707
     return half_row(
         block_of_64(a, lifted, 0, ROWS), block_of_64(b, lifted, 1, ROWS),
@@ -406,16 +352,16 @@ def produce(
         if lists.TAIL:
             scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
         else:
-            scales = _load(scales_at, valid.to(gl.int32), BETWEEN)
+            scales = ld_global_v4_if(scales_at, valid.to(gl.int32), not BETWEEN)
         there = gl.expand_dims(valid, 1).to(gl.int32)
         at = gl.expand_dims(data, 1) + lane
-        x0 = _load(at, there, BETWEEN)
-        x1 = _load(at + 64, there, BETWEEN)
-        x2 = _load(at + 128, there, BETWEEN)
-        x3 = _load(at + 192, there, BETWEEN)
-        x4 = _load(at + 256, there, BETWEEN)
-        x5 = _load(at + 320, there, BETWEEN)
-        x6 = _load(at + 384, there, BETWEEN)
+        x0 = ld_global_v4_if(at, there, not BETWEEN)
+        x1 = ld_global_v4_if(at + 64, there, not BETWEEN)
+        x2 = ld_global_v4_if(at + 128, there, not BETWEEN)
+        x3 = ld_global_v4_if(at + 192, there, not BETWEEN)
+        x4 = ld_global_v4_if(at + 256, there, not BETWEEN)
+        x5 = ld_global_v4_if(at + 320, there, not BETWEEN)
+        x6 = ld_global_v4_if(at + 384, there, not BETWEEN)
         x7 = _last_load(at, there, lists, BETWEEN)
         for block in range(own, split.last, TURNS):
             place = before + block - split.first
@@ -454,10 +400,10 @@ def produce(
                 row_bias = gl.where(wrong != 0, float("nan"), 0.0)
                 half = _fp8_half(x0, x1, x2, x3, scales[0], scales[1], lane, ROWS)
                 put(shared.left.index(buffer), half, ROWS, ROW0)
-            x0 = _load(at, there, BETWEEN)
-            x1 = _load(at + 64, there, BETWEEN)
-            x2 = _load(at + 128, there, BETWEEN)
-            x3 = _load(at + 192, there, BETWEEN)
+            x0 = ld_global_v4_if(at, there, not BETWEEN)
+            x1 = ld_global_v4_if(at + 64, there, not BETWEEN)
+            x2 = ld_global_v4_if(at + 128, there, not BETWEEN)
+            x3 = ld_global_v4_if(at + 192, there, not BETWEEN)
             loads_before_here(BETWEEN)
             if lists.TAIL:
                 half = half_row(
@@ -468,15 +414,15 @@ def produce(
             else:
                 half = _fp8_half(x4, x5, x6, x7, scales[2], scales[3], lane, ROWS)
                 put(shared.right.index(buffer), half, ROWS, ROW0)
-            x4 = _load(at + 256, there, BETWEEN)
-            x5 = _load(at + 320, there, BETWEEN)
-            x6 = _load(at + 384, there, BETWEEN)
+            x4 = ld_global_v4_if(at + 256, there, not BETWEEN)
+            x5 = ld_global_v4_if(at + 320, there, not BETWEEN)
+            x6 = ld_global_v4_if(at + 384, there, not BETWEEN)
             x7 = _last_load(at, there, lists, BETWEEN)
             if lists.TAIL:
                 scales = next_scales
             else:
                 # Only now: registers do not suffice for both blocks' scales.
-                scales = _load(scales_at, next_valid.to(gl.int32), BETWEEN)
+                scales = ld_global_v4_if(scales_at, next_valid.to(gl.int32), not BETWEEN)
             loads_before_here(BETWEEN)
             put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)
@@ -507,19 +453,16 @@ def _inexact_scale(scale):
 @gluon.jit
 def _scale_pair(scale):
     """A scale's bits, lifted, as two float16."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [scale + _LIFTED],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    return cvt_f16x2_f32(scale + _LIFTED)
 
 
 @gluon.jit
 def _v32_block(x, factor, ROWS: gl.constexpr):
     """64 channels of every row: [ROWS, 32] pairs."""
-    a, b = _decode(x[0], factor)
-    c, d = _decode(x[1], factor)
-    e, f = _decode(x[2], factor)
-    g, h = _decode(x[3], factor)
+    a, b = cvt_f16x2_e4m3x4_mul(x[0], factor)
+    c, d = cvt_f16x2_e4m3x4_mul(x[1], factor)
+    e, f = cvt_f16x2_e4m3x4_mul(x[2], factor)
+    g, h = cvt_f16x2_e4m3x4_mul(x[3], factor)
     return _row_of_eight(a, b, c, d, e, f, g, h, ROWS)
 
 
@@ -554,24 +497,24 @@ def produce_v32(
         valid, data = v32_address(slots, lists)
         there = gl.expand_dims(valid, 1).to(gl.int32)
         at = gl.expand_dims(data, 1) + lane
-        z = _load(at - lane + V32_SCALES, there)
-        x0 = _load(at, there)
-        x1 = _load(at + 64, there)
-        x2 = _load(at + 128, there)
-        x3 = _load(at + 192, there)
-        x4 = _load(at + 256, there)
-        x5 = _load(at + 320, there)
-        x6 = _load(at + 384, there)
-        x7 = _load(at + 448, there)
-        y0 = _load(at + V32_TAIL, there)
-        y1 = _load(at + V32_TAIL + 64, there)
+        z = ld_global_v4_if(at - lane + V32_SCALES, there)
+        x0 = ld_global_v4_if(at, there)
+        x1 = ld_global_v4_if(at + 64, there)
+        x2 = ld_global_v4_if(at + 128, there)
+        x3 = ld_global_v4_if(at + 192, there)
+        x4 = ld_global_v4_if(at + 256, there)
+        x5 = ld_global_v4_if(at + 320, there)
+        x6 = ld_global_v4_if(at + 384, there)
+        x7 = ld_global_v4_if(at + 448, there)
+        y0 = ld_global_v4_if(at + V32_TAIL, there)
+        y1 = ld_global_v4_if(at + V32_TAIL + 64, there)
         for block in range(split.first, split.last):
             buffer = filled % BUFFERS
             mbarrier.wait(free.index(buffer), ((filled // BUFFERS) & 1) ^ 1)
             next_valid, data = v32_address(upcoming, lists)
             there = gl.expand_dims(next_valid, 1).to(gl.int32)
             at = gl.expand_dims(data, 1) + lane
-            next_z = _load(at - lane + V32_SCALES, there)
+            next_z = ld_global_v4_if(at - lane + V32_SCALES, there)
             a = _scale_pair(z[0])
             b = _scale_pair(z[1])
             half = half_row(
@@ -579,10 +522,10 @@ def produce_v32(
                 _v32_block(x2, b, ROWS), _v32_block(x3, b, ROWS), ROWS,
             )  # fmt: skip
             put(shared.left.index(buffer), half, ROWS, ROW0)
-            x0 = _load(at, there)
-            x1 = _load(at + 64, there)
-            x2 = _load(at + 128, there)
-            x3 = _load(at + 192, there)
+            x0 = ld_global_v4_if(at, there)
+            x1 = ld_global_v4_if(at + 64, there)
+            x2 = ld_global_v4_if(at + 128, there)
+            x3 = ld_global_v4_if(at + 192, there)
             a = _scale_pair(z[2])
             b = _scale_pair(z[3])
             half = half_row(
@@ -590,10 +533,10 @@ def produce_v32(
                 _v32_block(x6, b, ROWS), _v32_block(x7, b, ROWS), ROWS,
             )  # fmt: skip
             put(shared.right.index(buffer), half, ROWS, ROW0)
-            x4 = _load(at + 256, there)
-            x5 = _load(at + 320, there)
-            x6 = _load(at + 384, there)
-            x7 = _load(at + 448, there)
+            x4 = ld_global_v4_if(at + 256, there)
+            x5 = ld_global_v4_if(at + 320, there)
+            x6 = ld_global_v4_if(at + 384, there)
+            x7 = ld_global_v4_if(at + 448, there)
             put(shared.tail.index(buffer), _tail(y0 + y1, ROWS), ROWS, ROW0)
             # A row that float16 does not hold makes all scores NaN.
             wrong = (
@@ -603,8 +546,8 @@ def produce_v32(
                 | _inexact_scale(z[3])
             )
             wrong = wrong | (gl.maximum(_largest(y0), _largest(y1)) >= _TOO_LARGE).to(gl.int32)
-            y0 = _load(at + V32_TAIL, there)
-            y1 = _load(at + V32_TAIL + 64, there)
+            y0 = ld_global_v4_if(at + V32_TAIL, there)
+            y1 = ld_global_v4_if(at + V32_TAIL + 64, there)
             row_bias = gl.where(gl.max(wrong, 1) != 0, float("nan"), 0.0)
             put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
             mbarrier.arrive(ready.index(buffer), count=1)

@@ -19,7 +19,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from anymla.ops._gluon import gdc_wait, opaque
+from anymla.ops._gluon_ptx import (
+    cvt_f16x2_e2m1x8_mul,
+    cvt_f16x2_e4m3x2_prmt,
+    gdc_wait,
+    ld_global_v4_if,
+    opaque,
+    prmt_b32,
+)
 from anymla.ops.sparse_attention.gluon_sm90_kv_producer import (
     MASKED,
     address,
@@ -33,36 +40,6 @@ from anymla.ops.sparse_attention.gluon_sm90_kv_producer import (
     slots_of,
 )
 from anymla.ops.sparse_attention.gluon_sm90_tile_scheduler import split_at
-
-# 16 bytes, zeros where there is no row. The policy is what createpolicy makes of
-# L2::evict_first, which takes five instructions each time.
-_LOAD_IF = (
-    "{ .reg .pred q; .reg .b64 p; mov.b64 p, 0x12F0000000000000; setp.ne.s32 q, $5, 0; "
-    "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-    "@q ld.global%s.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
-)
-_LOAD = gl.constexpr(_LOAD_IF % ".nc")
-_LOAD_HERE = gl.constexpr(_LOAD_IF % "")  # stays between barriers
-# Eight e2m1 codes times 2^7 (``LIFT``) and their block's scale, as four pairs of float16: upper
-# bytes of magnitudes from a table, whose lower ones are zeros, four at a time; signs of four codes
-# in the upper halves of bytes; then both as halves.
-_DECODE = gl.constexpr(
-    "{ .reg .b32 a, b, m, s, t; "
-    "and.b32 m, $4, 0x77777777; shl.b32 t, $4, 4; "
-    "prmt.b32 a, 0x5A585400, 0x62605E5C, m; shr.u32 m, m, 16; "
-    "prmt.b32 b, 0x5A585400, 0x62605E5C, m; "
-    "prmt.b32 s, t, $4, 0x5140; and.b32 s, s, 0x80808080; or.b32 a, a, s; "
-    "prmt.b32 s, t, $4, 0x7362; and.b32 s, s, 0x80808080; or.b32 b, b, s; "
-    "prmt.b32 s, a, 0, 0x1404; mul.rn.f16x2 $0, s, $5; "
-    "prmt.b32 s, a, 0, 0x3424; mul.rn.f16x2 $1, s, $5; "
-    "prmt.b32 s, b, 0, 0x1404; mul.rn.f16x2 $2, s, $5; "
-    "prmt.b32 s, b, 0, 0x3424; mul.rn.f16x2 $3, s, $5; }"
-)
-# Of eight scales in two words a lane's two, each as two float16.
-_FACTORS = gl.constexpr(
-    "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, $3, $4; mov.b32 {l, h}, t; "
-    "cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
-)
 
 
 @gluon.constexpr_function
@@ -113,14 +90,6 @@ def _offset(lane, fp8, lists):
 
 
 @gluon.jit
-def _load(address, there, HERE: gl.constexpr = False):
-    return gl.inline_asm_elementwise(
-        _LOAD_HERE if HERE else _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _codes_at(data, lane, fp8, lists):
     """Where a lane's codes are, from its row's address."""
     return gl.expand_dims(data, 1) + _offset(lane, fp8, lists)
@@ -146,17 +115,12 @@ def _loads(data, scales_at, valid, lane, fp8, lists, HALF: gl.constexpr, HERE: g
     there = gl.expand_dims(has, 1)
     if lists.FP8 and HALF == 1:
         has = has * gl.where(fp8, 0, 1)
-    scales = _load(scales_at, has, HERE)
-    return _load(at, there, HERE), _load(at + 64, there, HERE), scales
-
-
-@gluon.jit
-def _decode(codes, factor):
-    """Eight codes of each int32 times the factor, as four packed pairs of float16."""
-    return gl.inline_asm_elementwise(
-        _DECODE, "=&r,=&r,=&r,=&r,r,r", [codes, factor],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+    scales = ld_global_v4_if(scales_at, has, not HERE, True)
+    return (
+        ld_global_v4_if(at, there, not HERE, True),
+        ld_global_v4_if(at + 64, there, not HERE, True),
+        scales,
+    )
 
 
 @gluon.jit
@@ -167,13 +131,15 @@ def _join_four(x):
 @gluon.jit
 def _span(x, low, high, lane):
     """128 channels of every row: pairs [ROWS, 4, 2, 2, 2, 2], the last bit of places first."""
-    f, g = gl.inline_asm_elementwise(
-        _FACTORS, "=&r,=&r,r,r,r",
-        [gl.expand_dims(low, 1), gl.expand_dims(high, 1), lane * 0x2222 + 0x1100],
-        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    a = gl.join(_join_four(_decode(x[0], f)), _join_four(_decode(x[1], f)))
-    b = gl.join(_join_four(_decode(x[2], g)), _join_four(_decode(x[3], g)))
+    f, g = cvt_f16x2_e4m3x2_prmt(
+        gl.expand_dims(low, 1), gl.expand_dims(high, 1), lane * 0x2222 + 0x1100
+    )
+    a = gl.join(
+        _join_four(cvt_f16x2_e2m1x8_mul(x[0], f)), _join_four(cvt_f16x2_e2m1x8_mul(x[1], f))
+    )
+    b = gl.join(
+        _join_four(cvt_f16x2_e2m1x8_mul(x[2], g)), _join_four(cvt_f16x2_e2m1x8_mul(x[3], g))
+    )
     return gl.join(a, b)
 
 
@@ -198,11 +164,7 @@ def _large(scales):
 def _put_e4m3(buffer, a, b, c, d, low, high, lane, ROWS: gl.constexpr, ROW0: gl.constexpr):
     """The same of e4m3 rows, whose lanes have other places; low, high: scales of the half."""
     # Of the two blocks in 64 channels a lane has 16 of one.
-    lifted = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r",
-        [gl.expand_dims(low, 1), gl.expand_dims(high, 1), 0x6420 + (lane & 1) * 0x1111],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    lifted = prmt_b32(gl.expand_dims(low, 1), gl.expand_dims(high, 1), 0x6420 + (lane & 1) * 0x1111)
     lifted = lifted + 0x07070707
     half = half_row(
         block_of_64(a, lifted, 0, ROWS), block_of_64(b, lifted, 1, ROWS),
@@ -241,10 +203,10 @@ def _e4m3_block(
     """The same of e4m3 rows, whose last channels are loaded."""
     there = gl.expand_dims(row[1], 1).to(gl.int32)
     at = _codes_at(row[0], lane, True, lists)
-    z4 = _load(at + 256, there, True)
-    z5 = _load(at + 320, there, True)
-    z6 = _load(at + 384, there, True)
-    z7 = _load(at + 448, there, True)
+    z4 = ld_global_v4_if(at + 256, there, False, True)
+    z5 = ld_global_v4_if(at + 320, there, False, True)
+    z6 = ld_global_v4_if(at + 384, there, False, True)
+    z7 = ld_global_v4_if(at + 448, there, False, True)
     a, b, c, d = x[2]
     _put_e4m3(left, x[0], x[1], y[0], y[1], a, b, lane, ROWS, ROW0)
     _put_e4m3(right, z4, z5, z6, z7, c, d, lane, ROWS, ROW0)

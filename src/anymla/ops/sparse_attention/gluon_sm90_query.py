@@ -17,21 +17,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from anymla.ops._gluon import opaque, view, warpgroup_barrier
+from anymla.ops._gluon import view, warpgroup_barrier
 from anymla.ops._gluon_epilogue import tail_order
+from anymla.ops._gluon_ptx import cvt_f16x2_bf16x2, fma_f16x2_zero, mul_f16x2, opaque
 from anymla.ops.sparse_attention.config import M64
-from anymla.ops.sparse_attention.gluon_sm90_kv_producer import NOPE, float16_pairs
+from anymla.ops.sparse_attention.gluon_sm90_kv_producer import NOPE
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 HEADS = gl.constexpr(M64)  # of a tile whose rows are heads
 HALF = gl.constexpr(256)
 _TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
-_LIFT_HALVES = gl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 _LIFTED = gl.constexpr(0x58005800)  # LIFT as two float16
 _ONES = gl.constexpr(0x3C003C00)
-# x 0 + x: an infinity becomes NaN.
-_NO_INFINITY = gl.constexpr("{ .reg .b32 z; mov.b32 z, 0; fma.rn.f16x2 $0, $1, z, $1; }")
 # Pairs of 64 channels, which a row of a tile in shared memory holds, and chunks of half a head.
 CHUNK = gl.constexpr(32)
 CHUNKS = gl.constexpr(HALF.value // 64)
@@ -41,15 +39,10 @@ CHUNKS = gl.constexpr(HALF.value // 64)
 def _factored(packed, tail, FLOAT16: gl.constexpr, TAIL: gl.constexpr):
     """Packed pairs of a query as the float16 that keys are multiplied with."""
     if not FLOAT16:
-        packed = float16_pairs(packed)
+        packed = cvt_f16x2_bf16x2(packed)
     if TAIL:
-        packed = gl.inline_asm_elementwise(
-            _LIFT_HALVES, "=r,r,r", [packed, gl.where(tail, _LIFTED, _ONES)],
-            dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return gl.inline_asm_elementwise(
-        _NO_INFINITY, "=r,r", [packed], dtype=gl.int32, is_pure=True, pack=1
-    )
+        packed = mul_f16x2(packed, gl.where(tail, _LIFTED, _ONES))
+    return fma_f16x2_zero(packed)
 
 
 @gluon.jit

@@ -40,7 +40,8 @@ and of BY_BLOCKS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anymla.ops._gluon import aggregate, field, gdc_wait, view
+from anymla.ops._gluon import aggregate, field, view
+from anymla.ops._gluon_ptx import gdc_wait
 from anymla.ops.sparse_attention.config import AT_ONCE as _AT_ONCE
 from anymla.ops.sparse_attention.config import KEYS as _KEYS
 from anymla.ops.sparse_attention.config import LONG_SPLIT as _LONG_SPLIT

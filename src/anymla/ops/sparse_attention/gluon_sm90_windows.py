@@ -34,14 +34,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops._gluon import (
-    aggregate,
+from anymla.ops._gluon import aggregate, view, warpgroup_barrier
+from anymla.ops._gluon_epilogue import Output, prefetch_angles, store_quantized_sums
+from anymla.ops._gluon_ptx import (
+    cvt_bf16x2_e4m3x4_mul,
     gdc_launch_dependents,
     gdc_wait,
-    view,
-    warpgroup_barrier,
+    ld_global_v4_if,
 )
-from anymla.ops._gluon_epilogue import Output, prefetch_angles, store_quantized_sums
 
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _LAYOUT = get_layout(MAIN_FP8)
@@ -58,21 +58,6 @@ _CHANNELS = gl.constexpr(_LAYOUT.channels)
 PLACES = gl.constexpr(128)  # for rows
 NEW_PLACES = gl.constexpr(8)  # of them those that change
 _ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
-_LOAD = gl.constexpr(
-    "{ .reg .pred q; .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
-    "setp.ne.s32 q, $5, 0; "
-    "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-    "@q ld.global.nc.L1::evict_last.L2::cache_hint.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4], p; }"
-)
-# Sign, exponent and mantissa of a code at the place of bfloat16's, whose exponents differ by 120.
-_DECODE = gl.constexpr(
-    "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80; "
-    "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; "
-    "and.b32 c, a, 0x80008000; and.b32 d, b, 0x80008000; "
-    "shr.u32 a, a, 4; shr.u32 b, b, 4; and.b32 a, a, 0x07F007F0; and.b32 b, b, 0x07F007F0; "
-    "or.b32 a, a, c; or.b32 b, b, d; mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 b, b, k; "
-    "mul.rn.bf16x2 $0, a, $3; mul.rn.bf16x2 $1, b, $3; }"
-)
 
 
 @aggregate
@@ -155,15 +140,6 @@ class Tile:
 
 
 @gluon.jit
-def _load(address, there):
-    """16 bytes at each address, as four int32; zeros where there is no row."""
-    return gl.inline_asm_elementwise(
-        _LOAD, "=&r,=&r,=&r,=&r,l,r", [address, there],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _row_of_eight(a, b, c, d, e, f, g, h, ROWS: gl.constexpr):
     """Pairs 0 .. 7 of each lane side by side: [ROWS, 32]."""
     joined = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
@@ -186,21 +162,13 @@ def _factor(scales, PLACE: gl.constexpr):
 
 
 @gluon.jit
-def _decode(codes, factor):
-    """Four codes of each int32 times the factor, as two packed pairs of bfloat16."""
-    return gl.inline_asm_elementwise(
-        _DECODE, "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _block(x, scales, PLACE: gl.constexpr, ROWS: gl.constexpr):
     """64 channels of every row: [ROWS, 32] pairs."""
     factor = _factor(scales, PLACE)
-    a, b = _decode(x[0], factor)
-    c, d = _decode(x[1], factor)
-    e, f = _decode(x[2], factor)
-    g, h = _decode(x[3], factor)
+    a, b = cvt_bf16x2_e4m3x4_mul(x[0], factor)
+    c, d = cvt_bf16x2_e4m3x4_mul(x[1], factor)
+    e, f = cvt_bf16x2_e4m3x4_mul(x[2], factor)
+    g, h = cvt_bf16x2_e4m3x4_mul(x[3], factor)
     return _row_of_eight(a, b, c, d, e, f, g, h, ROWS)
 
 
@@ -235,15 +203,15 @@ def _fetch(tile, slots, L: gl.constexpr):
     scales = gl.load(scales_at.to(gl.pointer_type(gl.int64)), mask=valid, other=_ONES)
     there = gl.expand_dims(valid, 1).to(gl.int32)
     at = gl.expand_dims(page + entry * _DATA, 1) + lane
-    x0 = _load(at, there)
-    x1 = _load(at + 64, there)
-    x2 = _load(at + 128, there)
-    x3 = _load(at + 192, there)
-    x4 = _load(at + 256, there)
-    x5 = _load(at + 320, there)
-    x6 = _load(at + 384, there)
-    y0 = _load(at + lane + _NOPE, there)
-    y1 = _load(at + lane + (_NOPE + 16), there)
+    x0 = ld_global_v4_if(at, there)
+    x1 = ld_global_v4_if(at + 64, there)
+    x2 = ld_global_v4_if(at + 128, there)
+    x3 = ld_global_v4_if(at + 192, there)
+    x4 = ld_global_v4_if(at + 256, there)
+    x5 = ld_global_v4_if(at + 320, there)
+    x6 = ld_global_v4_if(at + 384, there)
+    y0 = ld_global_v4_if(at + lane + _NOPE, there)
+    y1 = ld_global_v4_if(at + lane + (_NOPE + 16), there)
     return valid, scales, x0, x1, x2, x3, x4, x5, x6, y0, y1
 
 

@@ -18,7 +18,7 @@ from anymla.runtime.request import Request
 from anymla.runtime.sampler import best_tokens
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
-from anymla.testing.conformance.shared import STEP_OPERATIONS
+from anymla.testing.conformance.v41 import STEP_OPERATIONS
 from anymla.testing.oracle.check import hidden_error
 from anymla.testing.oracle.dspark import DSparkOracle
 from anymla.testing.oracle.judge import Judge

@@ -20,7 +20,7 @@ _MODULES = (
     "attention",
     "streams",
     "network",
-    "shared",
+    "v41",
     "drafter",
     "gpu",
 )

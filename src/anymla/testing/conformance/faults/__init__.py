@@ -14,7 +14,7 @@ _MODULES = (
     "compressor",
     "indexer",
     "streams",
-    "shared",
+    "v41",
     "inside",
 )
 

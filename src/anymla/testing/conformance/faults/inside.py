@@ -31,7 +31,7 @@ from anymla.runtime.ngrams import NgramReader
 from anymla.runtime.span import Span
 from anymla.testing.conformance import cache, numbers, rope
 from anymla.testing.conformance.faults.fault import GOOD, fault_in
-from anymla.testing.conformance.faults.shared import gated
+from anymla.testing.conformance.faults.v41 import gated
 
 _Good = Callable[..., Any]
 

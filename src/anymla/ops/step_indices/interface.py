@@ -1,4 +1,4 @@
-"""Contracts of the selection operations.
+"""Contracts of the operations that make a step's index rows.
 
 They turn positions, lengths and block tables into the index rows that caches are written and read
 by. A *local* index counts the entries of one request from 0; a *slot* is ``page * page_size +
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anymla.ops.device import triton_support
 from anymla.ops.registry import INT32, INT64, check, operation, require
-from anymla.ops.selection.reference import combined_width
+from anymla.ops.step_indices.reference import combined_width
 
 
 def _int32(like: Tensor, *shape: int) -> Tensor:
@@ -303,7 +303,7 @@ def window_rows(
     require(window >= 1, name, "window", ">= 1", window)
 
 
-_FAMILY = "anymla.ops.selection"
+_FAMILY = "anymla.ops.step_indices"
 for _operation in (
     slot_mapping,
     token_to_request,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._torch_pages import slots_of
-from anymla.ops.selection.reference import combined_width
+from anymla.ops.step_indices.reference import combined_width
 
 
 def slot_mapping(

@@ -8,22 +8,22 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v41.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
 
-from anymla.engines.vllm import shared_rows
+from anymla.engines.vllm import v41_rows
 from anymla.engines.vllm.indexer import AnymlaSparseAttnIndexer, IndexerAdapter
-from anymla.engines.vllm.shared_metadata import INDEXER_BACKEND
+from anymla.engines.vllm.v41_metadata import INDEXER_BACKEND
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4
 from anymla.layers.selection import TwoLevels, select_entries
 from anymla.ops.norm_rope import rms_norm
 
 
-class AnymlaSharedIndexerCache(DeepseekV4IndexerCache):
+class AnymlaV41IndexerCache(DeepseekV4IndexerCache):
     """Index keys, addressed by metadata of anymla's builder."""
 
     def get_attn_backend(self) -> type:
         return INDEXER_BACKEND
 
 
-class AnymlaSharedScores(AnymlaSparseAttnIndexer):
+class AnymlaV41Scores(AnymlaSparseAttnIndexer):
     """Scores and selection, in two levels where blocks of entries are kept or selected within."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,16 +57,16 @@ class AnymlaSharedScores(AnymlaSparseAttnIndexer):
         )
 
 
-class AnymlaSharedIndexer(IndexerAdapter, DeepseekV4Indexer):
+class AnymlaV41Indexer(IndexerAdapter, DeepseekV4Indexer):
     """Index queries, and keys projected from the entries."""
 
-    attn_cls = AnymlaSharedScores
+    attn_cls = AnymlaV41Scores
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if vllm_config.attention_config.indexer_sparse_logits:
             raise NotImplementedError("anymla's indexer has no indexer_sparse_logits")
         super().__init__(vllm_config, *args, **kwargs)
-        self.k_cache.__class__ = AnymlaSharedIndexerCache
+        self.k_cache.__class__ = AnymlaV41IndexerCache
 
     def _produce_k(self, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:
         attn_metadata = get_forward_context().attn_metadata
@@ -74,7 +74,7 @@ class AnymlaSharedIndexer(IndexerAdapter, DeepseekV4Indexer):
             return
         norm = self.k_norm
         projected, _ = self.wk(latent)
-        shared_rows.insert(
+        v41_rows.insert(
             rms_norm(projected, norm.weight.data, norm.variance_epsilon, backend=self.backend),
             positions,
             self.k_cache.kv_cache,

@@ -15,13 +15,13 @@ pytestmark = needs_vllm
 EVERY = ["attention", "compressor", "engram", "indexer", "mhc"]
 # Eight layers: two write entries, one of them states; three select; two read n-grams.
 OURS = {
-    "attention": {"AnymlaSharedAttention": 8},
-    "compressor": {"AnymlaSharedCompressor": 2, "AnymlaStateCache": 1},
+    "attention": {"AnymlaV41Attention": 8},
+    "compressor": {"AnymlaV41Compressor": 2, "AnymlaStateCache": 1},
     "engram": {"AnymlaEngram": 2, "AnymlaEngramTable": 2, "AnymlaNgrams": 1},
     "indexer": {
-        "AnymlaSharedIndexer": 3,
-        "AnymlaSharedScores": 3,
-        "AnymlaSharedIndexerCache": 2,
+        "AnymlaV41Indexer": 3,
+        "AnymlaV41Scores": 3,
+        "AnymlaV41IndexerCache": 2,
     },
     "mhc": {},  # functions of the model's module
 }
@@ -50,7 +50,7 @@ def assert_the_parts_that_vllm_lacks_are_anymlas(
     options = TinyOptions(ratios=ratios, hash_layers=0, mtp=0, weights="bf16", sharing=sharing)
     write_tiny_checkpoint(directory / "tiny", options)
     found = look_up(
-        "shared_construct.py", directory, "off", str(directory / "tiny"), device, source=source
+        "v41_construct.py", directory, "off", str(directory / "tiny"), device, source=source
     )
     for chosen, each in found.items():
         replaced = lacking if chosen == "auto" else EVERY

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV41IndexerBackend
 from anymla.engines.vllm.metadata import IndexMetadata, backend_of, split_requests
 
 
-class SharedIndexBuilder(IndexMetadata, DeepseekV4SparseMLAMetadataBuilder):
+class V41IndexBuilder(IndexMetadata, DeepseekV4SparseMLAMetadataBuilder):
     """Metadata of V4.1's index keys."""
 
     def build(
@@ -42,6 +42,6 @@ SPARSE_BACKEND = backend_of(
 INDEXER_BACKEND = backend_of(
     "ANYMLA_INDEXER_DSV41",
     DeepseekV41IndexerBackend,
-    SharedIndexBuilder,
+    V41IndexBuilder,
     get_supported_kernel_block_sizes=_any_page,
 )

@@ -1,5 +1,5 @@
 """Parts of V4.1's adapters by themselves, in steps that vLLM's CPU worker does not make:
-``shared_units.py ANSWER.json``.
+``v41_units.py ANSWER.json``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from kept_layer import bare
 from torch import Tensor, nn
 
-from anymla.engines.vllm import attention, hyper_connection, shared_compressor, shared_rows
-from anymla.engines.vllm.shared_engram import AnymlaNgrams
+from anymla.engines.vllm import attention, hyper_connection, v41_compressor, v41_rows
+from anymla.engines.vllm.v41_engram import AnymlaNgrams
 from anymla.formats.fp8_block import dequantize_fp8_weight, quantize_fp8_weight
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.layers.engram import NgramHash
@@ -67,7 +67,7 @@ def entries() -> dict[str, float]:
     angles = torch.arange(64).unsqueeze(1) * 0.1 ** torch.arange(32)
     rotary = types.SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), 1).float())
     compressor = bare(
-        shared_compressor.AnymlaSharedCompressor,
+        v41_compressor.AnymlaV41Compressor,
         compress_ratio=ratio,
         head_dim=WIDTH,
         rms_norm_eps=EPS,
@@ -92,7 +92,7 @@ def entries() -> dict[str, float]:
         }
         given = torch.stack([scores[r][p] for r, p in zip(request, positions, strict=True)])
         context = types.SimpleNamespace(attn_metadata=metadata)
-        with mock.patch.object(shared_compressor, "get_forward_context", lambda c=context: c):
+        with mock.patch.object(v41_compressor, "get_forward_context", lambda c=context: c):
             latent = compressor(given, positions)
             compressor.insert_cache(latent, positions, rotary)
         for token, (r, p) in enumerate(zip(request, positions, strict=True)):
@@ -125,7 +125,7 @@ def padded_rows() -> list[int]:
     cache.zero_()
     metadata = types.SimpleNamespace(slot_mapping=torch.tensor([9, -1, 3]))
     table = torch.zeros(4, 64)
-    shared_rows.insert(
+    v41_rows.insert(
         torch.ones(5, WIDTH),
         torch.arange(5),
         cache,

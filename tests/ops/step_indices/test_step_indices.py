@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anymla.ops.device import has_triton
-from anymla.ops.selection import (
+from anymla.ops.step_indices import (
     combine_topk_swa_indices,
     compressed_rows,
     compute_global_topk_indices_and_lens,

@@ -1,5 +1,5 @@
 """vLLM's DeepSeek-V4.1 with parts of anymla's, built on the meta device of a machine without that
-device: ``shared_construct.py ANSWER.json CHECKPOINT DEVICE``, DEVICE as ``Machine.name``.
+device: ``v41_construct.py ANSWER.json CHECKPOINT DEVICE``, DEVICE as ``Machine.name``.
 
 As ``construct.py``: all but the experts, and with another version's source in front of the path.
 """
@@ -25,7 +25,7 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.models.deepseek_v41.nvidia import model as theirs
 
-    from anymla.engines.vllm import report, shared_model
+    from anymla.engines.vllm import report, v41_model
 
     text = json.loads((Path(checkpoint) / "config.json").read_text())["text_config"]
     on_device = EngramConfig(cpu_offload=False) if "engram_layer_ids" in text else None
@@ -42,21 +42,21 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
         init_distributed_environment(1, 0, store, 0, "gloo")
         initialize_model_parallel(1, 1)
         for chosen in ("auto", "force"):
-            plan = report.shared_plan(report.this_machine(), chosen)
-            shared_model._PLAN = plan
-            shared_model._REPLACED = frozenset(part.name for part in plan if part.replaced)
+            plan = report.v41_plan(report.this_machine(), chosen)
+            v41_model._PLAN = plan
+            v41_model._REPLACED = frozenset(part.name for part in plan if part.replaced)
             config.compilation_config.static_forward_context.clear()
             with torch.device("meta"):
-                built = shared_model.AnymlaDeepseekV41(vllm_config=config)
+                built = v41_model.AnymlaDeepseekV41(vllm_config=config)
             built.process_weights_after_loading()
             names = collections.Counter(type(each).__name__ for each in built.modules())
             found[chosen] = {
                 "classes": names,
-                "replaced": sorted(shared_model._REPLACED),
+                "replaced": sorted(v41_model._REPLACED),
                 "whole first site": built.model.layers[0].hc_attn_fn_broadcast.shape[1],
                 "functions": [
                     name
-                    for name, ours in shared_model.hyper_connection.SHARED_FUNCTIONS.items()
+                    for name, ours in v41_model.hyper_connection.V41_FUNCTIONS.items()
                     if vars(theirs)[name] is ours
                 ],
             }

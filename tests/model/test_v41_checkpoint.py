@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from shared_cases import shared
+from v41_cases import shared
 
 from anymla.cli.checkpoint_report import checkpoint_report
 from anymla.cli.generate import command as generate

@@ -12,7 +12,7 @@ E4M3_ROUNDING = 2.0**-4
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return look_up("shared_units.py", tmp_path_factory.mktemp("units"), "auto")
+    return look_up("v41_units.py", tmp_path_factory.mktemp("units"), "auto")
 
 
 def test_entries_that_close_in_a_later_chunk_are_those_of_the_whole_text(

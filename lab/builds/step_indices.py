@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from anymla.ops.device import Target
-from anymla.ops.selection.interface import (
+from anymla.ops.step_indices.interface import (
     combine_topk_swa_indices,
     compressed_rows,
     compute_global_topk_indices_and_lens,
@@ -16,7 +16,7 @@ from anymla.ops.selection.interface import (
     token_to_request,
     window_rows,
 )
-from anymla.ops.selection.shapes import SHAPES, SHORT_ALL, RowsShape
+from anymla.ops.step_indices.shapes import SHAPES, SHORT_ALL, RowsShape
 from lab.build import Build, Judgement, empty, int32
 
 

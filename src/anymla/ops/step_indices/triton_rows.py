@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anymla.ops.selection.reference import combined_width
+from anymla.ops.step_indices.reference import combined_width
 
 # Tokens of a CTA: of slot_mapping, and of token_to_request.
 _SLOT_BLOCK, _TOKEN_BLOCK = 256, 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from anymla.engines.vllm.pinned import SHARED_MODEL, STAND_INS, Seam, builder_seams, seam
+from anymla.engines.vllm.pinned import STAND_INS, V41_MODEL, Seam, builder_seams, seam
 
 _V41, _MLA = "vllm.models.deepseek_v41", "vllm.v1.attention.backends.mla"
 _LAYER = f"{_V41}.attention:DeepseekV4Attention"
@@ -24,7 +24,7 @@ _BUILDER = (
     seam(f"{_BACKEND}:AttentionBackend.get_supported_kernel_block_sizes", "kv_cache_spec"),
     seam(f"{_BACKEND}:MultipleOf"),
 )
-# By the part of ``report.SHARED_PARTS`` that relies on it; "" for all of them.
+# By the part of ``report.V41_PARTS`` that relies on it; "" for all of them.
 _SEAMS: dict[str, tuple[Seam, ...]] = {
     "": (
         seam("vllm.model_executor.models.registry:_ModelRegistry.register_model"),
@@ -42,15 +42,15 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
             "vllm.config.parallel:ParallelConfig",
             attributes="prefill_context_parallel_size decode_context_parallel_size use_ubatching",
         ),
-        seam(f"{SHARED_MODEL}:_select_dsv4_attn_cls", "vllm_config"),
+        seam(f"{V41_MODEL}:_select_dsv4_attn_cls", "vllm_config"),
         seam(
-            f"{SHARED_MODEL}:DeepseekV41LLMForCausalLM",
+            f"{V41_MODEL}:DeepseekV41LLMForCausalLM",
             attributes="config model process_weights_after_loading",
         ),
-        seam(f"{SHARED_MODEL}:DeepseekV41LLMForCausalLM.load_weights", "weights"),
-        seam(f"{SHARED_MODEL}:DeepseekV4Model", attributes="layers start_layer"),
+        seam(f"{V41_MODEL}:DeepseekV41LLMForCausalLM.load_weights", "weights"),
+        seam(f"{V41_MODEL}:DeepseekV4Model", attributes="layers start_layer"),
         seam(
-            f"{SHARED_MODEL}:DeepseekV4DecoderLayer",
+            f"{V41_MODEL}:DeepseekV4DecoderLayer",
             attributes="attn hc_attn_fn hc_attn_fn_broadcast",
         ),
         seam(
@@ -141,7 +141,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
     ),
     "mhc": (
         *(
-            seam(f"{SHARED_MODEL}:{name}")
+            seam(f"{V41_MODEL}:{name}")
             for name in (
                 "mhc_pre_delayed_tilelang",
                 "mhc_post_tilelang",
@@ -166,8 +166,8 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
         seam("vllm.model_executor.kernels.mhc.triton:hc_collapse_triton", "x pre_mix"),
     ),
     "engram": (
-        seam(f"{SHARED_MODEL}:Engram"),
-        seam(f"{SHARED_MODEL}:NgramHashState"),
+        seam(f"{V41_MODEL}:Engram"),
+        seam(f"{V41_MODEL}:NgramHashState"),
         seam(
             f"{_ENGRAM}:Engram.__init__",
             "config quant_config layout layer_hash_index use_sequence_parallel",
@@ -210,7 +210,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
 }
 
 
-def shared_seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
+def v41_seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
     """What replacing these parts of DeepSeek-V4.1 relies on on a platform; of others nothing."""
     found = list(_SEAMS[""])
     for part in parts:

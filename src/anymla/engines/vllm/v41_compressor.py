@@ -11,7 +11,7 @@ from vllm.models.deepseek_v4.compressor import CompressorBackend
 from vllm.models.deepseek_v41.compressor import CompressorStateCache, DeepseekCompressor
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
-from anymla.engines.vllm import shared_rows
+from anymla.engines.vllm import v41_rows
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops.compressor import compress_norm, save_partial_states
 from anymla.ops.norm_rope import rms_norm
@@ -43,7 +43,7 @@ class AnymlaStateCache(CompressorStateCache):
         return CompressorBackend
 
 
-class AnymlaSharedCompressor(DeepseekCompressor):
+class AnymlaV41Compressor(DeepseekCompressor):
     """Entries, and the latent that index keys are projected from.
 
     Attributes:
@@ -103,7 +103,7 @@ class AnymlaSharedCompressor(DeepseekCompressor):
         """Write the entries."""
         if latent is None:
             return
-        shared_rows.insert(
+        v41_rows.insert(
             latent,
             positions,
             self._static_forward_context[self.k_cache_prefix].kv_cache,

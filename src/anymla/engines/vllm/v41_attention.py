@@ -13,17 +13,17 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v41.attention import DeepseekV4Attention
 from vllm.platforms import current_platform
 
-from anymla.engines.vllm import shared_rows
+from anymla.engines.vllm import v41_rows
 from anymla.engines.vllm.attention import AttentionAdapter
 from anymla.engines.vllm.metadata import WINDOW_BACKEND
-from anymla.engines.vllm.shared_metadata import SPARSE_BACKEND
+from anymla.engines.vllm.v41_metadata import SPARSE_BACKEND
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.layers.rows import Rows
 from anymla.ops.linear import grouped_output_projection, linear_float32
 from anymla.ops.norm_rope import rope
 
 
-class AnymlaSharedAttention(AttentionAdapter, DeepseekV4Attention):
+class AnymlaV41Attention(AttentionAdapter, DeepseekV4Attention):
     """One class for every device whose caches hold rows of 584 bytes."""
 
     backend_cls = SPARSE_BACKEND
@@ -64,7 +64,7 @@ class AnymlaSharedAttention(AttentionAdapter, DeepseekV4Attention):
 
     def _insert_window(self, kv: Tensor, positions: Tensor, attn_metadata: dict[str, Any]) -> None:
         window = self.swa_cache_layer
-        shared_rows.insert(
+        v41_rows.insert(
             kv,
             positions,
             window.kv_cache,

@@ -47,12 +47,12 @@ def answer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def test_every_part_is_anymlas_and_the_log_says_so(answer: dict[str, Any]) -> None:
     (classes,) = answer["classes"]
     wanted = {
-        "AnymlaSharedAttention": 8,
-        "AnymlaSharedCompressor": 2,
+        "AnymlaV41Attention": 8,
+        "AnymlaV41Compressor": 2,
         "AnymlaStateCache": 1,
-        "AnymlaSharedIndexer": 3,
-        "AnymlaSharedScores": 3,
-        "AnymlaSharedIndexerCache": 2,
+        "AnymlaV41Indexer": 3,
+        "AnymlaV41Scores": 3,
+        "AnymlaV41IndexerCache": 2,
         "AnymlaEngram": 2,
         "AnymlaNgrams": 1,
     }

@@ -17,17 +17,17 @@ from vllm.triton_utils.dispatcher import register_kernels
 
 from anymla.engines.vllm import cpu_kernels, hyper_connection, report
 from anymla.engines.vllm.parts import check_rows
-from anymla.engines.vllm.pinned import METADATA_KERNELS, SHARED_MODEL
-from anymla.engines.vllm.shared_attention import AnymlaSharedAttention
-from anymla.engines.vllm.shared_compressor import AnymlaSharedCompressor
-from anymla.engines.vllm.shared_engram import AnymlaEngram, AnymlaNgrams
-from anymla.engines.vllm.shared_indexer import AnymlaSharedIndexer
+from anymla.engines.vllm.pinned import METADATA_KERNELS, V41_MODEL
+from anymla.engines.vllm.v41_attention import AnymlaV41Attention
+from anymla.engines.vllm.v41_compressor import AnymlaV41Compressor
+from anymla.engines.vllm.v41_engram import AnymlaEngram, AnymlaNgrams
+from anymla.engines.vllm.v41_indexer import AnymlaV41Indexer
 
 _LOG = init_logger("vllm.plugins.anymla")  # only loggers below vllm have a handler
 _MACHINE = report.this_machine()
-_PLAN = report.shared_plan(_MACHINE, report.mode())
+_PLAN = report.v41_plan(_MACHINE, report.mode())
 _REPLACED = frozenset(part.name for part in _PLAN if part.replaced)
-_THEIRS: Any = importlib.import_module(SHARED_MODEL)
+_THEIRS: Any = importlib.import_module(V41_MODEL)
 
 if report.METADATA_KERNELS in _REPLACED:
     register_kernels({name: vars(cpu_kernels)[ours] for name, ours in METADATA_KERNELS.items()})
@@ -37,7 +37,7 @@ class _WithSharedParts:
     """Mixed in before an attention class, vLLM's or anymla's.
 
     Attributes:
-        parts: those of ``report.SHARED_PARTS`` that are replaced.
+        parts: those of ``report.V41_PARTS`` that are replaced.
     """
 
     parts: frozenset[str]
@@ -47,12 +47,12 @@ class _WithSharedParts:
         layer: Any = self
         if layer.compressor is not None and report.COMPRESSOR in self.parts:
             check_rows(layer)
-            layer.compressor.__class__ = AnymlaSharedCompressor
+            layer.compressor.__class__ = AnymlaV41Compressor
             layer.compressor.adopt()
 
     def _indexer_cls(self, k_cache: Any) -> type:
         base: Any = super()
-        return AnymlaSharedIndexer if report.INDEXER in self.parts else base._indexer_cls(k_cache)
+        return AnymlaV41Indexer if report.INDEXER in self.parts else base._indexer_cls(k_cache)
 
 
 @functools.cache
@@ -74,13 +74,13 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
     select, kernels = _THEIRS._select_dsv4_attn_cls, vllm_config.kernel_config
     names: dict[str, Any] = {
         "_select_dsv4_attn_cls": lambda config: _with_parts(
-            AnymlaSharedAttention if report.ATTENTION in parts else select(config), parts
+            AnymlaV41Attention if report.ATTENTION in parts else select(config), parts
         )
     }
     if report.ENGRAM in parts:
         names |= {"Engram": AnymlaEngram, "NgramHashState": AnymlaNgrams}
     if report.MHC in parts:
-        vars(_THEIRS).update(hyper_connection.SHARED_FUNCTIONS)
+        vars(_THEIRS).update(hyper_connection.V41_FUNCTIONS)
         names["supports_mhc_overlap"] = lambda _: False
     before = {name: vars(_THEIRS)[name] for name in names}
     warmup = kernels.enable_jit_warmup

@@ -1,6 +1,6 @@
 """Which slots and rows a token writes and reads: slot mappings, windows, selected entries."""
 
-from anymla.ops.selection.interface import (
+from anymla.ops.step_indices.interface import (
     combine_topk_swa_indices,
     compressed_rows,
     compute_global_topk_indices_and_lens,

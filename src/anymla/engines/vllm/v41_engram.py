@@ -25,8 +25,8 @@ from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
 from anymla.layers.engram import EngramTable, NgramHash, decoded
 from anymla.ops.engram import engram_gate
-from anymla.ops.selection import slot_mapping as slots_of
-from anymla.ops.selection import token_to_request
+from anymla.ops.step_indices import slot_mapping as slots_of
+from anymla.ops.step_indices import token_to_request
 
 _BLOCK = 32  # channels of a table's scale
 
