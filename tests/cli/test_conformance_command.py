@@ -104,6 +104,20 @@ def test_every_case_is_listed_with_its_story() -> None:
     assert lines[0].startswith("L1   index pages hold all values, then all scales")
 
 
+def test_the_cases_of_a_family_are_those_that_judge_its_operations() -> None:
+    listed = conformance("--list", "--family", "indexer").output.splitlines()
+    ids = {line.split()[0] for line in listed}
+    assert {"I1", "I2"} <= ids < {*load_cases()}
+    both = conformance("--list", "--family", "indexer", "--family", "kv_cache").output.splitlines()
+    assert {*listed} < {*both}
+    result = conformance("--family", "choice")
+    assert result.exit_code == 0, result.output
+    assert "choice: no case judges an operation of it" in result.output
+    result = conformance("--family", "attend")
+    assert result.exit_code == 2
+    assert "--family attend: there are choice, compressor, " in result.output
+
+
 def test_cases_pass_and_are_written_for_machines(tmp_path) -> None:
     junit, rows = tmp_path / "out.xml", tmp_path / "out.jsonl"
     result = conformance(
