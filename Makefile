@@ -24,11 +24,12 @@ venv = $(PYTHON) -m venv $(1) || { rm -rf $(1); \
 pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2) > $(1)/pip.log 2>&1 || \
   { tail -n 40 $(1)/pip.log >&2; exit 1; }
 
-.PHONY: help demo test test-lowest test-vllm test-intel test-nemo resolve lint types imports check bench build-matrix build-subset docs report tables clean
+.PHONY: help demo test family test-lowest test-vllm test-intel test-nemo resolve lint types imports check bench build-matrix build-subset docs report tables clean
 
 help:
 	@echo "make demo    a tiny trained DeepSeek-V4 speaks, finds a passkey in 32,768 tokens, and is checked"
 	@echo "make test    run the CPU test suite"
+	@echo "make family F=indexer   a family's tests, conformance cases and one build of each of its kernels"
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
 	@echo "make test-intel  compile kernels for Intel's GPUs, and run them on this CPU (docs/intel.md)"
 	@echo "make test-nemo   compare V4.1 with nemo-automodel's, an independent implementation (minutes)"
@@ -56,6 +57,13 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Names of the folders of src/anymla/ops.
+family: $(READY)
+	@test -n "$(F)" && test -d src/anymla/ops/$(F) || { echo "name a folder of src/anymla/ops: make family F=indexer" >&2; exit 1; }
+	$(BIN)/python -m pytest -q -n $(JOBS) -k $(F) tests/ops/$(F) tests/ops/test_contracts.py tests/ops/test_call_forms.py tests/ops/test_families.py
+	$(BIN)/anymla conformance --family $(F)
+	$(BIN)/anymla bench build-matrix --first kernel --module $(F). --target sm_90
 
 # torch as constraints.txt has it, everything else as low as it goes.
 $(LOWEST_READY): pyproject.toml constraints.txt constraints-lowest.txt

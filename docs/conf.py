@@ -1,7 +1,12 @@
 """Settings of the documentation (`make docs`)."""
 
+import importlib
+import inspect
 import pathlib
+import pkgutil
 import re
+
+import anymla.ops
 
 _INIT = pathlib.Path(__file__).parents[1] / "src" / "anymla" / "__init__.py"
 
@@ -24,3 +29,35 @@ napoleon_use_ivar = True
 html_theme = "furo"
 html_title = f"anymla {release}"
 html_copy_source = False
+
+
+def family_page(family: str) -> str:
+    """The page of an operation family: its package's docstring and everything in ``__all__``."""
+    module = importlib.import_module(f"anymla.ops.{family}")
+    lines = [f"# {family}", "", "```{eval-rst}", f".. automodule:: {module.__name__}"]
+    for name in module.__all__:
+        kind = "autoclass" if inspect.isclass(getattr(module, name)) else "autofunction"
+        lines += ["", f".. {kind}:: {module.__name__}.{name}"]
+    return "\n".join([*lines, "```", ""])
+
+
+def write_family_pages(folder: pathlib.Path) -> None:
+    """Write a page for each package of ``anymla.ops`` into ``folder``; other pages there go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = {
+        f"{each.name}.md": family_page(each.name)
+        for each in pkgutil.iter_modules(anymla.ops.__path__)
+        if each.ispkg
+    }
+    for path in folder.glob("*.md"):
+        if path.name not in pages:
+            path.unlink()
+    for name, text in pages.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def setup(app: object) -> None:
+    """Called by Sphinx before it reads a page."""
+    write_family_pages(pathlib.Path(__file__).parent / "api" / "operations")

@@ -53,8 +53,8 @@ def test_triton_is_asked_for_where_it_has_wheels(system) -> None:
     assert not triton.marker.evaluate({"sys_platform": system})
 
 
-def _make(tmp_path: Path, python: str) -> subprocess.CompletedProcess[str]:
-    """``make demo`` with a Python of our own, in a copy of what make reads."""
+def _make(tmp_path: Path, python: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run make with a Python of our own, in a copy of what make reads; ``make demo`` by default."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -64,7 +64,7 @@ def _make(tmp_path: Path, python: str) -> subprocess.CompletedProcess[str]:
     fake.chmod(0o755)
     plain = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
     return subprocess.run(
-        ["make", "demo", f"PYTHON={fake}"],
+        ["make", *(words or ["demo"]), f"PYTHON={fake}"],
         cwd=tmp_path,
         env=plain,
         capture_output=True,
@@ -95,6 +95,17 @@ def test_an_old_python_is_named(tmp_path) -> None:
     done = _make(tmp_path, "exit 1")
     assert done.returncode
     assert "3.11 or newer" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("F=indexers",), ()])
+def test_a_family_that_there_is_not_is_refused(words, tmp_path) -> None:
+    ready = tmp_path / ".venv" / ".ready"
+    (tmp_path / "src" / "anymla" / "ops" / "indexer").mkdir(parents=True)
+    ready.parent.mkdir()
+    ready.touch()
+    done = _make(tmp_path, "exit 1", "family", f"--old-file={ready.relative_to(tmp_path)}", *words)
+    assert done.returncode
+    assert "name a folder of src/anymla/ops: make family F=indexer" in done.stderr
 
 
 @pytest.mark.parametrize(

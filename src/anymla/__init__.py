@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from anymla.runtime.llm import LLM, Generation
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "Generation"]
 
 

@@ -98,9 +98,24 @@ def here(attribute: str) -> str:
 
 def test_every_case_is_listed_with_its_story() -> None:
     lines = conformance("--list").output.splitlines()
-    assert [line.split()[0] for line in lines] == list(load_cases())
-    assert len(lines) == 69  # the list: L 9, Q 10, R 5, C 12, I 17, A 10, M 6
+    for line, (case_id, case) in zip(lines, load_cases().items(), strict=True):
+        assert line.split()[0] == case_id
+        assert case.story in line
     assert lines[0].startswith("L1   index pages hold all values, then all scales")
+
+
+def test_the_cases_of_a_family_are_those_that_judge_its_operations() -> None:
+    listed = conformance("--list", "--family", "indexer").output.splitlines()
+    ids = {line.split()[0] for line in listed}
+    assert {"I1", "I2"} <= ids < {*load_cases()}
+    both = conformance("--list", "--family", "indexer", "--family", "kv_cache").output.splitlines()
+    assert {*listed} < {*both}
+    result = conformance("--family", "choice")
+    assert result.exit_code == 0, result.output
+    assert "choice: no case judges an operation of it" in result.output
+    result = conformance("--family", "attend")
+    assert result.exit_code == 2
+    assert "--family attend: there are choice, compressor, " in result.output
 
 
 def test_cases_pass_and_are_written_for_machines(tmp_path) -> None:

@@ -10,6 +10,11 @@ from anymla.ops._check import overlaps
 from anymla.ops.device import INTERPRETED, has_numba, has_triton
 
 OPERATIONS = operations()
+# Ids begin with the family, so that `make family` finds them.
+EVERY = [
+    pytest.param(name, id=f"{found.__module__.split('.')[2]}.{name}")
+    for name, found in sorted(OPERATIONS.items())
+]
 BACKENDS = [None, "reference", "torch", *(["triton"] if INTERPRETED and has_triton() else [])]
 
 
@@ -33,7 +38,7 @@ def _forms(operation, call):
         yield form, args, dict(reversed(given.items()))
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("name", EVERY)
 def test_a_keyword_that_there_is_not_is_refused_with_the_nearest(name):
     operation, call = OPERATIONS[name], sample_call(name)
     last = list(call)[-1]
@@ -52,7 +57,7 @@ def test_every_operation_has_a_sample_call():
         assert list(call) == [each for each in operation._signature.parameters if each in call]
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("name", EVERY)
 def test_keywords_and_positions_mean_the_same(name):
     operation, call = OPERATIONS[name], sample_call(name)
     for backend in BACKENDS:
@@ -70,7 +75,7 @@ def test_keywords_and_positions_mean_the_same(name):
                 assert (one is None and other is None) or same_bytes(one, other), (backend, form)
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("name", EVERY)
 def test_explain_takes_keywords(name):
     operation, call = OPERATIONS[name], sample_call(name)
     answers = [operation.explain(*args, **kwargs) for _, args, kwargs in _forms(operation, call)]
@@ -94,7 +99,7 @@ def test_what_is_left_out_between_keywords_has_its_default():
             operation(**wrong)
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("name", EVERY)
 def test_inputs_that_require_grad_are_refused(name):
     """Every tensor in turn; without gradients the same call runs."""
     operation = OPERATIONS[name]
@@ -206,7 +211,7 @@ def _outcome(ask, call):
         return type(error), str(error)
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_a_good_call_vouches_for_no_other(name, backend):
     """What differs from it in one argument is told the same as when it comes first."""

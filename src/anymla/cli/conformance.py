@@ -40,6 +40,13 @@ if TYPE_CHECKING:
     "instead.",
 )
 @click.option("--case", "chosen", metavar="ID", multiple=True, help="Only this case; repeatable.")
+@click.option(
+    "--family",
+    "families",
+    metavar="NAME",
+    multiple=True,
+    help="Only cases of operations in this folder of anymla/ops; repeatable.",
+)
 @device_option
 @click.option(
     "--compiled",
@@ -128,6 +135,7 @@ def command(
     backend: str | None,
     against: str | None,
     chosen: tuple[str, ...],
+    families: tuple[str, ...],
     device: str | None,
     compiled: bool,
     only_list: bool,
@@ -148,7 +156,7 @@ def command(
     if (checkpoint is None) != (text is None):
         raise BadInput("--end-to-end and --text go together")
     if checkpoint is not None and text is not None:
-        if against or chosen or mutations or junit or only_list:
+        if against or chosen or families or mutations or junit or only_list:
             raise BadInput("--end-to-end goes with --backend, --device and --json only")
         from anymla.cli import end_to_end
 
@@ -170,7 +178,7 @@ def command(
             json_file=json_file,
         )
         return
-    if write is not None and (chosen or not mutations):
+    if write is not None and (chosen or families or not mutations):
         raise BadInput("--write goes with --mutations, of all cases")
     if mutations and (backend or against or junit or json_file):
         raise BadInput("--mutations goes without --backend, --against, --junit and --json")
@@ -179,7 +187,10 @@ def command(
         if compiled and (backend != "triton" or place != "cpu"):
             raise BadInput("--compiled goes with --backend triton, on a CPU")
         prepare(place, compiled=compiled)
-    cases = _cases(chosen)
+    cases = _cases(chosen, families)
+    if families and not cases:
+        click.echo(f"{', '.join(families)}: no case judges an operation of it")
+        return
     if only_list:
         for case in cases:
             click.echo(f"{case.case_id:4} {case.story}")
@@ -216,14 +227,28 @@ def command(
         click.get_current_context().exit(1)
 
 
-def _cases(chosen: tuple[str, ...]) -> list[Case]:
+def _cases(chosen: tuple[str, ...], families: tuple[str, ...]) -> list[Case]:
+    """Return the cases of these ids that judge an operation of one of these families.
+
+    Args:
+        chosen: ids of cases in either case; empty for all of them.
+        families: names of packages of ``anymla.ops``; empty for all of them.
+    """
+    from anymla.testing.conformance.ops import operations_by_family
     from anymla.testing.conformance.registry import load_cases
 
-    known = load_cases()
+    known, by_family = load_cases(), operations_by_family()
     unknown = [case_id for case_id in chosen if case_id.upper() not in known]
     if unknown:
         raise BadInput(f"--case {', '.join(unknown)}: there are {', '.join(known)}")
-    return [known[case_id.upper()] for case_id in chosen] or list(known.values())
+    unknown = [family for family in families if family not in by_family]
+    if unknown:
+        raise BadInput(f"--family {', '.join(unknown)}: there are {', '.join(by_family)}")
+    cases = [known[case_id.upper()] for case_id in chosen] or list(known.values())
+    if not families:
+        return cases
+    judged = {name for family in families for name in by_family[family]}
+    return [case for case in cases if judged & {*case.operations, *case.also}]
 
 
 def _run(

@@ -21,11 +21,20 @@ from anymla.testing.tolerance import Bound, accumulation
 def all_operations() -> dict[str, Operation[..., Any]]:
     """Every public operation of ``anymla.ops`` by name."""
     found: dict[str, Operation[..., Any]] = {}
+    for operations in operations_by_family().values():
+        found |= operations
+    return found
+
+
+@functools.cache
+def operations_by_family() -> dict[str, dict[str, Operation[..., Any]]]:
+    """Every public operation of ``anymla.ops`` by the name of its package and its own."""
+    found: dict[str, dict[str, Operation[..., Any]]] = {}
     for family in pkgutil.iter_modules(anymla.ops.__path__):
         if family.ispkg:
-            module = importlib.import_module(f"anymla.ops.{family.name}")
-            members = vars(module).values()
-            found |= {each.name: each for each in members if isinstance(each, Operation)}
+            members = vars(importlib.import_module(f"anymla.ops.{family.name}")).values()
+            operations = [each for each in members if isinstance(each, Operation)]
+            found[family.name] = {each.name: each for each in operations}
     return found
 
 
