@@ -43,7 +43,7 @@ def numba_insert_support(
     layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> Support:
-    """Return support of numba's ``qnorm_rope_kv_insert``: few tokens on a CPU, V4's layout."""
+    """Return support of numba's ``qnorm_rope_kv_insert``: few tokens on a CPU, split FP8 rows."""
     rows = get_layout(layout)
     if not isinstance(rows, SplitFp8Layout) or rows.interleaved:
         return Support(False, f"e4m3 values in a plane of their own, got {layout}")
