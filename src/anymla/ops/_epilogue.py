@@ -57,7 +57,7 @@ class QuantizedOut:
 
     @classmethod
     def allocate(cls, q: Tensor, positions: Tensor, table: Tensor, native: bool) -> QuantizedOut:
-        """Allocate buffers for as many heads and channels as ``q`` [T, H, D] has."""
+        """Allocate buffers for the heads and channels of ``q`` [T, H, D]."""
         tokens, heads, channels = q.shape
         blocks = (tokens, heads, channels // FP8_BLOCK)
         return cls(

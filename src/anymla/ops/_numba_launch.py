@@ -45,7 +45,7 @@ class Product:
 
 
 def multiply(products: Sequence[Product]) -> list[Tensor]:
-    """Return the products in float32, each [T, N], computed by as many threads as torch has."""
+    """Compute the products in float32, each [T, N], with torch's number of threads."""
     outs = [
         each.x.new_empty((len(each.x), len(each.codes)), dtype=torch.float32) for each in products
     ]

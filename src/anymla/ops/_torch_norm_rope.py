@@ -83,7 +83,7 @@ def freqs_cis(
         inverse: True for ``cos - i sin``, the inverse rotation.
 
     Returns:
-        Complex factors, [T, rope_dim / 2].
+        Complex factors of all pairs, [T, rope_dim / 2].
     """
     if positions.shape[0] > _FEW_TOKENS or not _host.on_host(positions):
         return _freqs_cis(positions, cos_sin_cache, dtype, inverse)

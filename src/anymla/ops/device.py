@@ -31,7 +31,7 @@ class Support:
 
     Attributes:
         ok: True if the backend can run the call.
-        reason: why it cannot, for an error message; "" if it can.
+        reason: explanation for an error message if ``ok`` is False, else "".
         automatic: False if it may only run where it was named.
     """
 
