@@ -1,4 +1,4 @@
-"""What is compiled of a kernel without a device: one specialisation, and what it must fulfil."""
+"""Specialisations of kernels to compile without a device, and what each build must fulfil."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Tensors of the calls whose launches are built.
+# Constructors of meta tensors, for the calls whose launches are built.
 empty = functools.partial(torch.empty, device="meta")
 uint8 = functools.partial(empty, dtype=torch.uint8)
 int32 = functools.partial(empty, dtype=torch.int32)
@@ -18,7 +18,7 @@ float32 = functools.partial(empty, dtype=torch.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What a build must fulfil.
+    """Requirements on a build's compiled code.
 
     Attributes:
         matrix: matrix-multiply instructions must appear in the code: any (True), or those with
@@ -37,16 +37,16 @@ class Build:
     """One specialisation of a kernel, to be compiled without a device.
 
     Attributes:
-        label: what distinguishes it among the kernel's builds.
-        kernel: the ``triton.jit`` function.
+        label: text that distinguishes this build from the kernel's other builds.
+        kernel: the ``triton.jit`` function to compile.
         types: Triton type of every argument that is no constexpr: "*u8", "i64", "fp32", ...
-        constants: values of the constexprs.
+        constants: values of the constexpr arguments, by name.
         num_warps: warps of a CTA.
         num_stages: pipeline depth; None where the launch leaves it to the compiler as well.
         divisible: arguments known to be multiples of 16 (pointers always are).
-        judgement: what it must fulfil.
-        fp_fusion: products and sums may become one instruction, which rounds once.
-        registers: of a thread, at most; 0 for as many as there are.
+        judgement: requirements on the compiled code.
+        fp_fusion: True to let the compiler contract a product and a sum into one FMA.
+        registers: largest number of registers a thread may use; 0 for no limit.
     """
 
     label: str
@@ -62,7 +62,7 @@ class Build:
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """Name of the kernel function."""
         return str(self.kernel.fn.__name__)
 
     @property
@@ -72,7 +72,7 @@ class Build:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the compiled code depends on, beside the kernel's text."""
+        """Key of the compiled code: everything it depends on, except the kernel's text."""
         constants = tuple(sorted((name, repr(value)) for name, value in self.constants.items()))
         return (
             self.module, self.name, tuple(sorted(self.types.items())), constants, self.num_warps,

@@ -1,4 +1,4 @@
-"""Calls of the greedy choice whose launches are what is built; no build may spill."""
+"""Greedy-choice calls whose kernels are built; no build may spill."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lab.build import Build, Judgement, empty, float32, int32, int64
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     for ranks, rows in ((ranks, rows) for ranks in RANKS for rows in ROWS):
         yield f"{rows} rows, 1/{ranks} of V4's tokens", functools.partial(_choose, ranks, rows)
     for dtype in (torch.float16, torch.float32):
         label = f"a Markov term of {str(dtype).removeprefix('torch.')}"
         yield label, functools.partial(_choose, 1, 1, dtype)
-    # Ranks of other vendors' GPUs exchange nothing through their memory.
+    # Only ranks on NVIDIA GPUs exchange words through their memory.
     if target.backend == "cuda":
         for ranks, dtype in ((r, d) for r in RANKS[1:] for d in (torch.bfloat16, torch.float32)):
             yield f"{ranks} ranks", functools.partial(_exchange, ranks, dtype)
@@ -49,6 +49,6 @@ def _inboxes(ranks: int, step: int, programs: int, dtype: torch.dtype) -> Inboxe
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Products of the low-rank term are matrix instructions' where operands are 16 bits wide."""
+    """Require matrix instructions for the low-rank term if its operands are 16 bits wide."""
     matrix = build.name == "product_kernel" and not build.constants["WIDE"]
     return Judgement(matrix=matrix)

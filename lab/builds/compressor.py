@@ -1,4 +1,4 @@
-"""Calls of the compressor whose launches are what is built, and what builds must fulfil."""
+"""The compressor's calls whose kernels are built, and the requirements on their code."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lab.build import Build, Judgement, empty, float32, int32, int64
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _REQUESTS, _PAGES, _POSITIONS, _EPS = 32, 100, 4096, 1e-6
-# Columns of block tables: our runtime's are in steps of 16, vLLM's are of any number.
+# Columns of block tables: multiples of 16 in our runtime, any number in vLLM.
 _COLUMNS, _ANY_COLUMNS = 1024, 1001
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     for shape in SHAPES:
         yield shape.label, functools.partial(_save, shape.window)
     label = "ratio 2, 512 channels, V4.1's"
@@ -60,7 +60,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _save(window: Window) -> None:
-    """The projections of values and scores are one product."""
+    """Save states of values and scores that are halves of one product's result."""
     tokens = TOKENS[0]
     values, scores = float32((tokens, 2 * window.width)).split(window.width, dim=1)
     save_partial_states(
@@ -118,10 +118,10 @@ def _compress(
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Spills that are accepted."""
+    """Return the accepted spills of a build."""
     if build.name != "compress_kernel" or "pooled" not in build.types:
         return Judgement()
-    # In blocks of tokens ptxas puts a pair of registers aside to keep 32 a thread on sm_90: once
-    # an entry of bfloat16.
+    # In blocks of tokens, ptxas spills a pair of registers on sm_90 to stay at 32 a thread, once
+    # for each bfloat16 entry.
     blocks, kind = build.constants["BLOCK_T"] > 1, build.constants["CODEC"].kind
     return Judgement(spills=2 if blocks and kind == "bf16" and target.name == "sm_90" else 0)

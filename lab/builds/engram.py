@@ -1,4 +1,4 @@
-"""Calls of Engram's operations whose launches are what is built; no build may spill."""
+"""Engram calls whose kernels are built; no build may spill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lab.build import Build, Judgement, empty, float32, uint8
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for tokens in TOKENS:
             label = f"V4.1-Flash, {tokens} tokens, {str(dtype).removeprefix('torch.')}"
@@ -22,7 +22,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _memory(shape: EngramShape, tokens: int, dtype: torch.dtype) -> None:
-    """What a step launches of a table's rows, without the product between."""
+    """Decode a table's rows and apply the gate, without the product between them."""
     codes = uint8((tokens, shape.columns, shape.width))
     scales = uint8((tokens, shape.columns, shape.width // shape.block))
     engram_rows(empty((tokens, shape.columns * shape.width), dtype=dtype), codes, scales)
@@ -32,5 +32,5 @@ def _memory(shape: EngramShape, tokens: int, dtype: torch.dtype) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Nothing is accepted."""
+    """Accept no spills in any build."""
     return Judgement()

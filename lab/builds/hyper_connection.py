@@ -1,4 +1,4 @@
-"""Calls of hyper-connections whose launches are what is built, and what builds must fulfil."""
+"""Hyper-connection calls whose kernels are built, and the requirements on their code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EPS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6}
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     for name, shape in (("V4-Flash", V4_FLASH), ("V4-Pro", V4_PRO)):
         for tokens in TOKENS:
             site = functools.partial(_site, shape, tokens, torch.bfloat16)
@@ -50,7 +50,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _site(shape: StreamsShape, tokens: int, dtype: torch.dtype, *, coded: bool = False) -> None:
-    """The streams' first site, one after another, and the head."""
+    """Call a model's first site, a later site, and the head."""
     n, d = shape.streams, shape.hidden
     h, u = empty((tokens, n, d), dtype=dtype), empty((tokens, d), dtype=dtype)
     post, comb = float32((tokens, n)), float32((tokens, n, n))
@@ -59,7 +59,7 @@ def _site(shape: StreamsShape, tokens: int, dtype: torch.dtype, *, coded: bool =
     if coded:
         options["codes"] = empty((tokens, d), dtype=torch.uint8)
         options["code_scales"] = float32((tokens, -(-d // FP8_BLOCK)))
-    # All streams are the embedding.
+    # At the first site, every stream is the embedding.
     hc_pre(u[:, None].expand(-1, n, -1), *site, norm_weight=norm, **options)
     hc_post_pre_norm(u, h, post, comb, *site, norm, **options)
     hc_post(u, h, post, comb)
@@ -67,7 +67,7 @@ def _site(shape: StreamsShape, tokens: int, dtype: torch.dtype, *, coded: bool =
 
 
 def _delayed(shape: StreamsShape, tokens: int) -> None:
-    """The first site, one after another, and the head's streams for a drafter."""
+    """Call a model's first delayed site, a later one, and the head's streams for a drafter."""
     n, d = shape.streams, shape.hidden
     h, u = (empty(size, dtype=torch.bfloat16) for size in ((tokens, n, d), (tokens, d)))
     options: dict[str, Any] = {"norm_eps": 1e-20, "hc_eps": 1e-6, "iters": 20}
@@ -80,7 +80,7 @@ def _delayed(shape: StreamsShape, tokens: int) -> None:
 
 
 def _plain(shape: StreamsShape, tokens: int) -> None:
-    """A site whose sublayer is normed elsewhere."""
+    """Call a site whose sublayer applies its norm elsewhere."""
     h = empty((tokens, shape.streams, shape.hidden), dtype=torch.bfloat16)
     hc_pre(h, *_weights(shape, shape.mixes, 3), iters=20, **_EPS)
 
@@ -91,7 +91,7 @@ def _weights(shape: StreamsShape, mixes: int, scales: int) -> tuple[Tensor, Tens
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Spills that are accepted, and the matrix instructions that there must be."""
+    """Return the accepted spills and required matrix instructions of a build."""
     single = build.types.get("h") == "*fp32"
     if build.name == "mix_kernel":
         return Judgement(False if single else "bf16", spills=64 if target.narrow else 16)

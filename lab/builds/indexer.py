@@ -1,4 +1,4 @@
-"""Calls of the indexer whose launches are what is built, and what builds must fulfil."""
+"""The indexer's calls whose kernels are built, and the requirements on their code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from anymla.ops.indexer.shapes import (
 from lab.build import Build, Judgement, empty, float32, int32
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
-# Queries and the layout of keys in pages; the first of them is V4's.
+# Kinds of queries, and the layout of keys in pages; V4's come first.
 _PAGED = (
     ("e4m3", INDEX_FP8),
     ("bf16", INDEX_FP8),
@@ -57,7 +57,7 @@ _DENSE = (("e4m3", "e4m3"), ("bf16", "e4m3"), ("e2m1", "bf16"), ("fp32", "fp32")
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device; Triton's kernels on Hopper as well."""
+    """Yield named calls with meta tensors; on Hopper, also those that Triton's kernels take."""
     for quant in ("fp8", "mxfp4", "none"):
         for dtype, weights in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
             for hadamard in (False, True):
@@ -78,7 +78,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
         for shape, k in SELECTIONS:
             call = functools.partial(_select, shape, k, backend)
             yield f"top {k}, {shape.label}, {backend}", call
-        # Tokens of requests that differ in number, of every kind of queries and keys.
+        # Requests of different numbers of tokens, with every kind of queries and keys.
         for shape, k in RAGGED_SELECTIONS:
             for kind, layout in _SELECTED if backend == "triton" else _SELECTED[:1]:
                 label = f"top {k}, ragged {shape.label}, {kind} x {layout}, {backend}"
@@ -96,7 +96,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _queries(kind: str, *shape: int) -> tuple[Tensor, Tensor | None]:
-    """Heads of V4's channels, and their scales if they are packed."""
+    """Return queries of a kind for V4's channels, and their scales if they are packed."""
     if kind != "e2m1":
         return empty((*shape, V4_FLASH.channels), dtype=_DTYPES[kind]), None
     codes = empty((*shape, V4_FLASH.channels // 2), dtype=torch.uint8)
@@ -145,7 +145,7 @@ def _select(
     ragged: bool = False,
     slots: bool = False,
 ) -> None:
-    """Slots and counts as well while decoding, as our layers ask for; vLLM's are ragged."""
+    """Select; while decoding, also with slots and counts as our layers do. vLLM's are ragged."""
     rows, pages = shape.rows, shape.keys // V4_FLASH.page_size
     q, scales = _queries(kind, rows, V4_FLASH.heads)
     options: dict[str, Any] = {}
@@ -167,14 +167,14 @@ def _rank(shape: RowsShape) -> None:
 
 
 def _candidates() -> None:
-    """What is kept of a request with 65,536 entries, and what of the others' scores."""
+    """Select candidate blocks of a request with 65,536 entries, and mask the other scores."""
     logits, size = float32((1, 65_536)), CANDIDATE_BLOCK
     blocks = select_candidate_blocks(logits, int32(1), CANDIDATE_BLOCKS, block_size=size)
     mask_candidates(logits, blocks, block_size=size)
 
 
 def _within_blocks(shape: SelectShape, kind: str, layout: str) -> None:
-    """What tokens of a request each select within the blocks that were kept for them."""
+    """Select within the blocks that were kept for each token of a request."""
     rows, model = shape.rows, V41_FLASH
     pages, k = shape.keys // model.page_size, model.topk
     q, scales = _queries(kind, rows, model.heads)
@@ -189,30 +189,30 @@ def _within_blocks(shape: SelectShape, kind: str, layout: str) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Spills that are accepted, and the matrix instructions that there must be."""
+    """Return the accepted spills and required matrix instructions of a build."""
     constants = build.constants
     if build.name == "scores_kernel":
         if "MATH" not in constants:
-            # Addresses that consumers need for tiles at the ends of rows.
+            # Spilled addresses that consumers need for tiles at the ends of rows.
             return Judgement("e4m3", spills=100 if constants["ROWS"] > 1 else 16)
-        # Packed queries are decoded once, before the loop; float32 is for verification.
+        # Packed queries are decoded once, before the loop; float32 is only for verification.
         matrix = constants["MATH"] != "fp32"
         if not matrix or constants["Q_KIND"] == "e2m1":
             return Judgement(matrix, spills=48)
         return Judgement(matrix, spills=32 if build.registers else 16)
     if build.name == "topk_kernel":
-        # 32 values a thread, of maxima and of candidates after them.
+        # A thread has 32 values: maxima, and then candidates.
         return Judgement(spills=110 if constants["PADDED_K"] == MAX_GROUPS_K else 80)
     if build.name == "row_topk_kernel":
         if constants["GROUPS"]:
-            # 16 or 32 candidates a thread, in what registers 512 and 1,024 threads have.
+            # A thread has 16 or 32 candidates, in the registers of a CTA of 512 or 1,024 threads.
             return Judgement(spills=140 if constants["PADDED_K"] == MAX_GROUPS_K else 60)
-        # A few where CTAs of Ada have no more registers; many in the widest rows.
+        # A few spills where CTAs of Ada have no more registers; many in the widest rows.
         return Judgement(spills={MAX_ROW_ENTRIES: 100, 2048: 4}.get(constants["ELEMENTS"], 0))
     if build.name == "sample_merge_kernel":
         if constants["PADDED_K"] > MAX_GROUPS_K:
-            # k of 2,048, which no V4 model has, leaves too few registers: 332 for sm_90.
+            # k of 2,048, which no V4 model has, leaves too few registers: sm_90 spills 332.
             return Judgement(spills=400)
         return Judgement(spills=100 if constants["CAPACITY"] > 4096 or target.narrow else 16)
-    # sm_80 puts some of a block's keys aside during a histogram.
+    # sm_80 spills some of a block's keys during a histogram.
     return Judgement(spills={"sample_collect_kernel": 16, "select_kernel": 40}.get(build.name, 0))

@@ -1,4 +1,4 @@
-"""Calls that store and read cache rows, whose launches are what is built; no build may spill."""
+"""Calls that store and read cache rows, whose kernels are built; no build may spill."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from anymla.ops.kv_cache.shapes import CACHES, CacheShape
 from lab.build import Build, Judgement, empty, int32
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# No tile depends on the number of rows.
+# Sizes of all calls, since no tile depends on the number of rows.
 _ROWS, _REQUESTS, _PAGES = 4096, 32, 100
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     for shape in CACHES:
         yield str(shape), functools.partial(_store_and_read, shape)
     label = f"{CACHES[0]}, columns in steps of 16"
@@ -52,7 +52,7 @@ def _gather_sequences(shape: CacheShape, columns: int) -> None:
 
 
 def _gather_native(shape: CacheShape, target: Target) -> None:
-    """As if there were instructions: why codes are converted by bits where there are none."""
+    """Gather with FP8 instructions on targets without them, to show why bits are used there."""
     native = dataclasses.replace(target, native_e4m3=True)
     with mock.patch.object(device_facts, "target_of", return_value=native):
         indices = int32(_ROWS)
@@ -68,6 +68,6 @@ def _rows(shape: CacheShape, *leading: int) -> Tensor:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Nothing is accepted; the compiler refuses types that the target does not have."""
+    """Accept no spills; builds of types that a target lacks must fail in the compiler."""
     refused = build.constants["NATIVE"] and not target.native_e4m3
     return Judgement(fails="fp8e4nv" if refused else "")

@@ -1,4 +1,4 @@
-"""Calls of the linear layers whose launches are what is built, and what builds must fulfil."""
+"""The linear layers' calls whose kernels are built, and the requirements on their code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ROPE_DIM = 64
 
 @dataclasses.dataclass(frozen=True)
 class _Formats:
-    """How a weight is stored, and what meets it: activations of a dtype, quantised or not."""
+    """Format of a stored weight, and dtype and quantisation of the activations it multiplies."""
 
     weight: str
     scales: torch.dtype
@@ -65,19 +65,19 @@ def _name(dtype: torch.dtype) -> str:
 
 _FLOATS = _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _U8 = torch.uint8
-# V4 as released, with float32 activations, and with NVFP4 attention; scales as CUDA devices have
-# them.
+# Formats of V4 as released, with float32 activations, and with NVFP4 attention; scales as CUDA
+# devices store them.
 _V4_FP8 = _Formats("fp8", _FP32, _BF16, True)
 _V4_NVFP4 = _Formats("nvfp4", _U8, _BF16, False)
 _V4_FORMATS = (_V4_FP8, _Formats("fp8", _FP32, _FP32, False), _V4_NVFP4)
-# V4.1 as released, with float32 activations, and scales as they are stored.
+# Formats of V4.1 as released, with float32 activations, and with scales as checkpoints store them.
 _V41_FP8 = _Formats("fp8", _FP32, _BF16, True, 32)
 _V41_FORMATS = (_V41_FP8, _Formats("fp8", _FP32, _FP32, False, 32))
 _V41_OTHER_FORMATS = (
     _Formats("fp8", _U8, _BF16, True, 32),
     _Formats("mxfp4", _U8, _BF16, True, 32),
 )
-# What else the operations take, with tokens that each have another tile.
+# Other formats that the operations take, with a number of tokens for each tile.
 _OTHER_FORMATS = (
     _Formats("fp8", _U8, _BF16, True),
     _Formats("fp8", _U8, _FP16, True),
@@ -93,7 +93,7 @@ _OTHER_TOKENS = (1, 16, 32, 64, 128, 512, 4096)
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device; Triton's kernels on Hopper as well."""
+    """Yield named calls with meta tensors; on Hopper, also those that Triton's kernels take."""
     if target.name == "sm_90":
         for sizes, tokens in itertools.product(MODELS.values(), TOKENS):
             if tokens <= MAX_EXACT_TOKENS:
@@ -122,7 +122,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _v41_calls(backend: str | None, end: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Blocks of 32."""
+    """Yield calls with quant blocks of 32 channels, as in V4.1."""
     whole = [product for product in V41_FLASH.products() if not product.groups]
     products = (*whole, V41_FLASH.index_query, V41_NGRAMS)
     for product, tokens, formats in itertools.product(products, TOKENS, _V41_FORMATS):
@@ -136,7 +136,7 @@ def _v41_calls(backend: str | None, end: str) -> Iterator[tuple[str, Callable[[]
 
 
 def _products() -> list[ProductShape]:
-    """V4's linear layers in FP8, those of a shape once."""
+    """List V4's linear layers in FP8, one of each shape."""
     found: dict[tuple[int, int], ProductShape] = {}
     for sizes, ranks in itertools.product(MODELS.values(), RANKS):
         for product in (*sizes.products(ranks), sizes.index_query, sizes.draft):
@@ -176,7 +176,7 @@ def _project(
     dtype: torch.dtype = _BF16,
     scales: torch.dtype = _FP32,
 ) -> None:
-    """The grouped output projection of one GPU's heads, quantised and as they are."""
+    """Call the grouped output projection of one GPU's heads, in FP8 and unquantised."""
     product = sizes.output_projection(ranks)
     n, k, groups = product.n, product.k, product.groups
     heads = (
@@ -198,17 +198,17 @@ def _bf16(product: ProductShape, tokens: int) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Spills that are accepted, and the matrix instructions that there must be."""
+    """Return the accepted spills and required matrix instructions of a build."""
     if build.name == "fp8_wgmma_kernel":
         return Judgement("e4m3")
     if build.name.startswith("warp_split"):
-        # Triton 3.7 keeps some of four quant blocks' scales in memory where there are most sums.
+        # Triton 3.7 spills some of four quant blocks' scales in the tile with the most sums.
         most = build.constants.get("QUANT") == 32 and build.constants["BLOCK_M"] == 32
         spills = 10 if most else 0
         return Judgement("bf16" if build.constants.get("BF16") else "fp16", spills)
     if build.name == "gemm_swap_ab_kernel":
-        # Operands that pass through registers: a few are short where a CTA has 99 KiB, and on
-        # sm_100 by groups.
+        # Operands that pass through registers spill a few where a CTA has 99 KiB of shared memory,
+        # and on sm_100 with groups.
         few = target.shared_bytes < 100 << 10
         few |= target.name == "sm_100" and "groups" not in build.constants
         return Judgement(matrix=True, spills=10 if few else 0)
@@ -222,7 +222,7 @@ def _gemm_spills(build: Build, target: Target) -> int:
     if target.narrow:
         return 32
     if tokens == 128:
-        # Wide operands that are computed rather than loaded: some registers short of the tile.
-        # Rows of no multiple of 16 are addressed one by one at the end.
+        # Wide operands are computed, not loaded, and lack some registers for this tile. Numbers of
+        # rows that are not multiples of 16 are addressed one by one at the end.
         return 64 if target.name == "sm_80" else 0 if "n" in build.divisible else 80
     return 8 if tokens == 64 and target.name in ("sm_80", "sm_86") else 0

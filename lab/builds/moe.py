@@ -1,4 +1,4 @@
-"""Calls of the mixture of experts whose launches are what is built, and what builds must fulfil."""
+"""The experts' calls whose kernels are built, and the requirements on their code."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from lab.build import Build, Judgement, empty, float32, int32, int64
 
 _BF16, _FP16, _FP32, _U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 _VOCABULARY = 129_280
-# V4 as released, and with float32 activations.
+# Formats of V4 as released, and with float32 activations.
 _V4 = ExpertFormats(_BF16, "mxfp4", _U8, True)
 _V4_FORMATS = (_V4, ExpertFormats(_FP32, "mxfp4", _U8, False))
-# V4.1 as released, and its blocks in experts of FP8.
+# Formats of V4.1 as released, and its quant blocks in FP8 experts.
 _V41 = ExpertFormats(_BF16, "mxfp4", _U8, True, quant_block=32)
 _OF_MODELS = (*((sized, _V4) for sized in MODELS.values()), (v41, _V41))
 _V41_FORMATS = (_V41, ExpertFormats(_BF16, "fp8", _U8, True, quant_block=32))
-# What else the experts take and the dtype of their scales, with tokens that each have another tile.
+# Other formats that the experts take, with the scales' dtype and a number of tokens for each tile.
 _OTHER_FORMATS = (
     *((ExpertFormats(x, "mxfp4", _U8, True), _U8) for x in (_FP16, _FP32)),
     *((ExpertFormats(x, "mxfp4", _U8, False), _U8) for x in (_BF16, _FP16)),
@@ -66,7 +66,7 @@ _OTHER_TOKENS, _OTHER_EXPERTS = (1, 16, 512), 32
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device; Triton's kernels on Hopper as well."""
+    """Yield named calls with meta tensors; on Hopper, also those that Triton's kernels take."""
     for tokens, (count, hidden) in itertools.product(ROUTER_TOKENS, (FLASH_ROUTER, PRO_ROUTER)):
         for x, gate in ((_BF16, _BF16), (_BF16, _FP32), (_FP16, _BF16), (_FP32, _FP32)):
             label = f"{count} experts, {tokens} tokens, {_name(x)} x {_name(gate)}"
@@ -76,13 +76,14 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             label = f"{_name(x)}, rows of {width}" + ", codes" * coded
             yield label, functools.partial(_swiglu, width, x, coded)
     if target.name == "sm_90":
-        # How pairs are grouped follows from the number of experts, all else from pairs an expert.
+        # The grouping of pairs depends on the number of experts, everything else on pairs an
+        # expert.
         for (sized, formats), ranks in itertools.product(_OF_MODELS, RANKS[:-1]):
             count = sized(1).experts // ranks
             for shape in (sized(tokens, count) for tokens in step_tokens(sized, count)):
                 if choose_sm90_config(shape, formats.quant_block) is not None:
                     yield _label(shape, formats), functools.partial(_experts, shape, formats)
-        # Every size of blocks, of all experts.
+        # Every block size, with all experts on one device.
         for shape in (sized(tokens) for sized in (flash, pro) for tokens in (1024, 2048, 4096)):
             call = functools.partial(_experts, shape, _V4, "gluon_sm90_w4a8")
             yield _label(shape, _V4) + ", W4A8", call
@@ -90,7 +91,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
         yield from _v41_calls(None)
     yield from _experts_calls("triton")
     yield from _v41_calls("triton")
-    # The sum over a token's experts: without the shared one, or before it is there.
+    # Sums over a token's experts: without a shared expert, or before its output is ready.
     for late in (False, True):
         shape, end = flash(1, _OTHER_EXPERTS), ", shared late" if late else ", none shared"
         call = functools.partial(_experts, shape, _V4, shared=late, late=late)
@@ -98,7 +99,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _experts_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Of one GPU of several, which has few experts; then of formats and sizes that V4 has not."""
+    """Yield calls of one GPU of several, which has few experts, then formats that V4 lacks."""
     end = "" if backend is None else ", Triton"
     for sized, tables in itertools.product(MODELS.values(), (False, True)):
         count = sized(1).experts // RANKS[-1]
@@ -119,7 +120,7 @@ def _experts_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None
 
 
 def _v41_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Quant blocks of 32."""
+    """Yield calls with quant blocks of 32 channels, as in V4.1."""
     end = "" if backend is None else ", Triton"
     count = v41(1).experts // RANKS[-1]
     for tokens in step_tokens(v41, count):
@@ -143,7 +144,7 @@ def _label(shape: ExpertsShape, formats: ExpertFormats, tables: bool = False) ->
 
 
 def _route(tokens: int, count: int, hidden: int, x: torch.dtype, gate: torch.dtype) -> None:
-    """By bias, with and without padding, and by a table of token ids."""
+    """Route by bias, with and without padding tokens, and by a table of token ids."""
     given = empty((tokens, hidden), dtype=x), empty((count, hidden), dtype=gate)
     chosen, scale = flash(1).experts_per_token, 1.5
     for is_valid in (None, empty(tokens, dtype=torch.bool)):
@@ -152,7 +153,7 @@ def _route(tokens: int, count: int, hidden: int, x: torch.dtype, gate: torch.dty
 
 
 def _swiglu(width: int, x: torch.dtype, coded: bool) -> None:
-    """Of the halves of one product's rows."""
+    """Call SwiGLU on the two halves of one product's rows."""
     tokens = 8
     gate, up = empty((tokens, 2 * width), dtype=x).split(width, 1)
     codes: dict[str, Any] = {}
@@ -172,16 +173,16 @@ def _experts(
     shared: bool = True,
     late: bool = False,
 ) -> None:
-    """Experts that are parts of one tensor, or with ``tables`` lie anywhere.
+    """Run experts that are slices of one tensor or, with ``tables``, tensors anywhere in memory.
 
     Args:
-        shape: of the call.
-        formats: of activations and weights.
-        backend: asked of the operation.
-        scales: their dtype.
-        tables: see above.
-        shared: there is a shared expert's output.
-        late: which another stream is still making.
+        shape: sizes of the call.
+        formats: dtypes and formats of activations and weights.
+        backend: name of the backend to run, or None for the best.
+        scales: dtype of the weights' scales.
+        tables: True for separate tensors, so that kernels need tables of addresses.
+        shared: True to add a shared expert's output.
+        late: True if another stream still writes that output.
     """
     tokens, d, inner = shape.tokens, shape.d, shape.inner
     block = formats.quant_block
@@ -215,28 +216,28 @@ def _experts(
 
 
 def _nothing() -> None:
-    """What a wait for a stream does here."""
+    """Do nothing, in place of a wait for a stream."""
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Spills that are accepted, and the matrix instructions that there must be."""
+    """Return the accepted spills and required matrix instructions of a build."""
     constants = build.constants
     if build.name == "grouped_gemm_kernel":
         return Judgement("e4m3")
     if build.name == "w4a8_gemm_kernel":
-        # By triton 3.7.1 of one build; none by 3.6, which it was timed with.
+        # Triton 3.7.1 spills in one build; 3.6, with which it was timed, does not.
         return Judgement("e4m3", spills=4 if constants["N"] == 128 else 0)
     if build.name == "logits_kernel":
-        # A few registers too many on sm_80, outside of loops.
+        # sm_80 lacks a few registers outside of loops.
         return Judgement(build.types["x"] == build.types["gate"] != "*fp32", spills=8)
     if build.name not in ("gate_up_kernel", "down_kernel"):
         return Judgement()
     matrix = str(constants["OPERAND"]) != "fp32"
     if constants["SWAP_AB"]:
-        # Triton 3.9 is a few registers short of this tile; 3.6, which it was timed with, is not.
+        # Triton 3.9 lacks a few registers for this tile; 3.6, with which it was timed, does not.
         wide = constants["WIDE_LOADS"] and constants["BLOCK_N"] == 128
         return Judgement(matrix, spills=25 if wide else 0)
-    # Operands that pass through registers leave some of the kernels a few short.
+    # Operands that pass through registers make some kernels spill a few.
     few = 12 if "*fp32" in (build.types.get("s1"), build.types.get("s2")) else 8
     spills = 56 if target.narrow else 0 if target.name in OPERANDS_IN_SHARED else few
     return Judgement(matrix, spills=spills)

@@ -1,4 +1,4 @@
-"""Calls of norms, RoPE and the insertion whose launches are what is built; no build may spill."""
+"""Norm, RoPE and insertion calls whose kernels are built; no build may spill."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from lab.build import Build, Judgement, empty, int64
 _META = torch.device("meta")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EPS = 1e-6
-# No tile depends on the number of tokens.
+# Sizes of all calls, since no tile depends on the number of tokens.
 _TOKENS, _POSITIONS, _PAGES = 32, 4096, 100
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     for kind in NORMS:
         for width in sorted({width for model in MODELS for width in model.widths}):
             yield f"{width}, {kind}", functools.partial(_norm, width, kind)
@@ -58,7 +58,7 @@ def _norm(width: int, kind: NormShape) -> None:
 
 
 def _norms(model: ModelShape, kind: NormShape, coded: bool) -> None:
-    """Of the slices of one projection."""
+    """Norm the slices of one projection's result."""
     sizes = (model.q_rank, model.channels)
     q, kv = empty((_TOKENS, sum(sizes)), dtype=_DTYPES[kind.dtype]).split(sizes, dim=1)
     q_weight, kv_weight = (empty(size, dtype=_DTYPES[kind.weights]) for size in sizes)
@@ -90,5 +90,5 @@ def _insert(shape: InsertShape) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Nothing is accepted."""
+    """Accept no spills in any build."""
     return Judgement()

@@ -1,4 +1,4 @@
-"""Calls of the operations on rows whose launches are what is built; no build may spill."""
+"""Index-row calls whose kernels are built; no build may spill."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lab.build import Build, Judgement, empty, int32
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     for shape in SHAPES:
         for valid in (False, True):
             label = f"{shape}, valid tokens" if valid else str(shape)
             yield label, functools.partial(_rows, shape, valid)
-    # A block table whose columns do not lie side by side.
+    # A block table with a column stride other than 1.
     yield f"{SHORT_ALL}, strided table", functools.partial(_rows, SHORT_ALL, False, 4)
 
 
 def _rows(shape: RowsShape, valid: bool, column_stride: int = 1) -> None:
-    """Everything that a step computes of its rows."""
+    """Compute all index rows of a step."""
     tokens, requests, pages, ratio = shape.tokens, shape.requests, shape.pages, shape.ratio
     of_tokens = (empty(tokens, dtype=torch.int64), int32(tokens))
     table = int32((requests, pages * column_stride))[:, ::column_stride]
@@ -58,5 +58,5 @@ def _rows(shape: RowsShape, valid: bool, column_stride: int = 1) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Nothing is accepted."""
+    """Accept no spills in any build."""
     return Judgement()

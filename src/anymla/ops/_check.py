@@ -19,7 +19,7 @@ DTypes = torch.dtype | tuple[torch.dtype, ...]
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """What is computed in: float32, or float64 if an operand is."""
+    """Return the dtype to compute in: float64 if one of ``dtypes`` is, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -39,18 +39,18 @@ def check(
     """Check ranks, sizes, dtypes and devices.
 
     Args:
-        operation: name for the message.
-        dims: sizes known beforehand, by letter.
+        operation: name of the operation, for error messages.
+        dims: sizes that are known beforehand, by letter.
         **tensors: argument name -> (value, spec, dtype or dtypes). A spec names each dim: a letter
             is bound at its first sight and compared later, a number is itself, ``_`` is anything,
             ``X+`` is at least X. A value of None is skipped.
 
     Returns:
-        Sizes by letter.
+        Sizes that were bound, by letter.
 
     Raises:
-        TypeError: not a tensor, or of another dtype.
-        ValueError: another shape, or tensors on different devices.
+        TypeError: if an argument is not a tensor, or has another dtype.
+        ValueError: if a shape does not match its spec, or tensors are on different devices.
     """
     sizes = dict(dims) if dims else {}
     at_least: list[tuple[str, Tensor, str, DTypes, int, int | str]] = []
@@ -88,21 +88,23 @@ def check(
 
 
 _LIKENESS = operator.attrgetter("dtype", "shape", "device")
-# Lists whose tensors were found alike, by their identities; kept until one of them is gone.
+# Lists whose tensors share dtype, shape and device, by the tensors' ids; an entry is dropped as
+# soon as one of its tensors is freed.
 _alike: dict[tuple[int, ...], list[weakref.ref[Tensor]]] = {}
 
 
 def first_unlike(tensors: Sequence[object]) -> int | None:
-    """Return the place of the first that is no tensor of the first one's dtype, shape and device.
+    """Return the index of the first element that is not a tensor like the first one.
 
-    A list of the same tensors is examined once: for 256 of them each further call takes 45 us. What
-    is done to one of them afterwards (``resize_``, ``set_``) is not seen.
+    Two tensors are alike if dtype, shape and device agree. A list of the same tensors is examined
+    once: each further call for 256 tensors takes 45 us. In-place changes of a tensor afterwards
+    (``resize_``, ``set_``) go unnoticed.
 
     Args:
-        tensors: what a caller gave for a list of tensors.
+        tensors: list that a caller passed as an argument, of any elements.
 
     Returns:
-        None if all are alike, or there are none.
+        Index of the first element that differs; None if all are alike or the list is empty.
     """
     key = tuple(map(id, tensors))
     if not key or key in _alike:
@@ -135,15 +137,16 @@ def check_list(
     """Check every tensor of a list as ``check`` does, and that all have one dtype and device.
 
     Args:
-        operation: name for the message.
-        argument: name of the list.
-        tensors: the list, or one tensor whose first dimension counts them.
-        spec: of each; see ``check``.
-        dtypes: allowed for all of them.
-        dims: sizes by letter.
+        operation: name of the operation, for error messages.
+        argument: name of the list argument, for error messages.
+        tensors: list of tensors, or one tensor whose first dimension counts them.
+        spec: shape of each tensor, as for ``check``.
+        dtypes: dtype or dtypes that all tensors may have.
+        dims: known sizes by letter; updated by ``check``.
 
     Raises:
-        TypeError, ValueError: as ``check``; the message names the place of one after the first.
+        TypeError, ValueError: if a tensor breaks the spec as for ``check``; the message gives its
+            index.
     """
     if not len(tensors):
         return
@@ -157,20 +160,20 @@ def check_list(
 
 
 def require(condition: bool, operation: str, argument: str, expected: str, got: object) -> None:
-    """Raise ValueError in the same words as ``check`` unless ``condition`` holds."""
+    """Raise ValueError, worded as ``check`` words it, unless ``condition`` holds."""
     if not condition:
         raise ValueError(f"{operation}: {argument} must be {expected}, got {got}")
 
 
 def check_cos_sin(operation: str, table: object, like: Tensor, width: int) -> None:
-    """Require that ``cos_sin_cache`` is a table for the tokens of ``like``, heads of ``width``.
+    """Require that ``table`` is a rotary table that suits the tokens and heads of ``like``.
 
     Args:
-        operation: name for the message.
-        table: the argument: [L, R] float32 or float64, R even, 2 <= R <= width, and L >= 1 unless
-            there is no token.
-        like: the first argument, tokens first; the table is on its device.
-        width: channels of a head.
+        operation: name of the operation, for error messages.
+        table: value of ``cos_sin_cache``, [L, R] float32 or float64 with R even and 2 <= R <=
+            width; L may be 0 only if there are no tokens.
+        like: first argument of the call, tokens first; the table must be on its device.
+        width: number of channels of a head.
     """
     sizes = check(operation, cos_sin_cache=(table, "L R", FLOAT32_UP))
     if sizes["R"] % 2 or not 2 <= sizes["R"] <= width:
@@ -184,10 +187,10 @@ def check_cos_sin(operation: str, table: object, like: Tensor, width: int) -> No
 
 
 def overlaps(x: Tensor) -> bool:
-    """Whether elements of ``x`` may share memory, so that writing it has no defined result.
+    """Return True if elements of ``x`` may share memory, so that writing to it is undefined.
 
-    Each dimension must step over all that those of smaller strides span, as the dimensions of every
-    slice, transposition and padded page do; interleaved ones are not told from overlapping ones.
+    Each dimension must step over everything that the dimensions of smaller strides span, as in
+    every slice, transposition and padded page. Interleaved dimensions also count as overlapping.
     """
     if x.is_contiguous() or not x.numel():
         return False

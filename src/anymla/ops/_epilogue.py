@@ -1,8 +1,8 @@
-"""Inverse RoPE and FP8 quantisation of attention's heads: where an epilogue writes them.
+"""Inverse RoPE and FP8 quantisation of attention's output: what launchers pass to epilogues.
 
 The output projection reads heads that are rotated back by the query's position and quantised in
-blocks of 128 channels. A kernel that has finished heads can do that before it stores them:
-``_triton_epilogue`` and ``_gluon_epilogue`` are the stores, this file is what launchers give them.
+blocks of 128 channels. An attention kernel can do both before it stores its heads: the stores are
+in ``_triton_epilogue`` and ``_gluon_epilogue``, their arguments and checks are here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from anymla.ops.registry import LazyFunction, signature_of_backends
 
 @dataclasses.dataclass(frozen=True)
 class RopeTable:
-    """Angles of a call's queries.
+    """Rotary table and positions of a call's queries.
 
     Attributes:
-        positions: int64 [T], contiguous.
-        table: float32 [L, channels that rotate], cosines then sines, contiguous, L > any position.
+        positions: absolute positions of the queries, [T] int64, contiguous.
+        table: cosines then sines by position, [L, rotating channels] float32, contiguous.
     """
 
     positions: Tensor
@@ -33,20 +33,20 @@ class RopeTable:
 
     @property
     def dim(self) -> int:
-        """Channels of a head, the last ones, that rotate with the position."""
+        """Number of trailing channels of a head that rotate with the position."""
         return self.table.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedOut:
-    """The output of ``inverse_rope_fp8_quant`` and what it needs.
+    """Output buffers and parameters of ``inverse_rope_fp8_quant`` inside an attention kernel.
 
     Attributes:
-        codes: uint8 [T, H, D], written.
-        scales: float32 [T, H, D / 128], written.
-        rope: angles of the queries.
-        dtype: to which the heads would be rounded if they were stored as they are.
-        native: whether the device converts FP8 by itself.
+        codes: e4m3 codes as uint8 [T, H, D], written by the kernel.
+        scales: one scale for 128 channels, float32 [T, H, D / 128], written by the kernel.
+        rope: rotary table and positions of the queries.
+        dtype: dtype to which heads are rounded before they are quantised.
+        native: True if the device converts FP8 by instructions.
     """
 
     codes: Tensor
@@ -57,7 +57,7 @@ class QuantizedOut:
 
     @classmethod
     def allocate(cls, q: Tensor, positions: Tensor, table: Tensor, native: bool) -> QuantizedOut:
-        """For as many heads and channels as the queries have."""
+        """Allocate buffers for the heads and channels of ``q`` [T, H, D]."""
         tokens, heads, channels = q.shape
         blocks = (tokens, heads, channels // FP8_BLOCK)
         return cls(
@@ -69,14 +69,14 @@ class QuantizedOut:
         )
 
     def of(self, tokens: slice) -> QuantizedOut:
-        """The same for some tokens."""
+        """Return views of the buffers and positions for a slice of the tokens."""
         rope = dataclasses.replace(self.rope, positions=self.rope.positions[tokens])
         return dataclasses.replace(
             self, codes=self.codes[tokens], scales=self.scales[tokens], rope=rope
         )
 
     def results(self, groups: int) -> tuple[Tensor, Tensor]:
-        """What ``inverse_rope_fp8_quant`` returns."""
+        """Return codes and scales in the shapes that ``inverse_rope_fp8_quant`` returns."""
         tokens, heads, channels = self.codes.shape
         width = heads // groups * channels
         codes = self.codes.view(torch.float8_e4m3fn).view(tokens, groups, width)
@@ -84,14 +84,14 @@ class QuantizedOut:
 
 
 def epilogue_pointers(to: QuantizedOut | None, other: Tensor) -> tuple[Any, ...]:
-    """Kernel arguments: scales, positions, table and its rows; ``other`` where there are none."""
+    """Return the kernel's pointers to scales, positions and table; ``other`` stands in for None."""
     if to is None:
         return other, other, other, 0
     return to.scales, to.rope.positions, to.rope.table, len(to.rope.table)
 
 
 def epilogue_constants(to: QuantizedOut | None) -> dict[str, Any]:
-    """Constants of ``_triton_epilogue.store_quantized``; ROPE_DIM is 0 for heads as they are."""
+    """Return constexprs of ``_triton_epilogue.store_quantized``; ROPE_DIM is 0 without ``to``."""
     import triton.language as tl
 
     if to is None:
@@ -101,7 +101,7 @@ def epilogue_constants(to: QuantizedOut | None) -> dict[str, Any]:
 
 
 def quantized_results(*, q: Tensor, n_groups: int, **_: object) -> tuple[Tensor, Tensor]:
-    """Empty results of an attention whose output leaves as FP8: codes and scales."""
+    """Allocate codes and scales, the results of an attention whose output is quantised."""
     tokens, heads, dim = q.shape
     width = heads // n_groups * dim
     return (
@@ -113,7 +113,7 @@ def quantized_results(*, q: Tensor, n_groups: int, **_: object) -> tuple[Tensor,
 def check_quantized(
     name: str, q: Tensor, positions: Tensor, cos_sin_cache: Tensor, groups: int
 ) -> dict[str, int]:
-    """Check what such an attention takes besides; sizes by letter."""
+    """Check the arguments that quantised output adds to an attention; return sizes by letter."""
     dims = check(
         name,
         q=(q, "T H D", FLOATS),
@@ -126,7 +126,7 @@ def check_quantized(
     return dims
 
 
-# Where ``inverse_rope_fp8_quant`` of each backend is.
+# Module with each backend's ``inverse_rope_fp8_quant``.
 _QUANTIZE = {
     "reference": "anymla.ops._reference",
     "torch": "anymla.ops._torch_norm_rope",
@@ -137,12 +137,13 @@ _QUANTIZE = {
 def composed(
     contract: Callable[..., Any], attend: Callable[..., Any], backend: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``contract``, an attention whose output leaves as FP8: ``attend``, then the quantisation.
+    """Compose quantised attention of two operations: attend, then rotate back and quantise.
 
     Args:
-        contract: takes what ``attend`` takes, and ``positions``, ``cos_sin_cache``, ``n_groups``.
-        attend: the operation whose first result is quantised.
-        backend: of both: "reference", "torch" or "triton".
+        contract: contract to implement: ``attend``'s arguments, ``positions``, ``cos_sin_cache``,
+            ``n_groups``.
+        attend: operation whose first result, the heads, is quantised.
+        backend: name of the backend that runs both: "reference", "torch" or "triton".
     """
     quantize = LazyFunction(_QUANTIZE[backend], "inverse_rope_fp8_quant")
     signature, of_attend = signature_of_backends(contract), signature_of_backends(attend)

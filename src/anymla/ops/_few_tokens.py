@@ -1,4 +1,4 @@
-"""Which calls are a decode step's on a CPU: few tokens, for which numba's kernels are made."""
+"""Support checks of numba's kernels for a decode step's few tokens on a CPU."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from anymla.ops.device import Support, numba_problem
 
-# Tokens that a kernel takes, one after the other: it reads a weight again for each, out of a core's
-# own cache while there are few.
+# Most tokens of a call to a numba kernel. Tokens are processed one after the other, and each reads
+# the weight again: as long as there are few, from the core's own cache.
 FEW_TOKENS = 4
-# Elements of a weight that one core reads sooner than several share it out, and that stay in its
-# cache for a second token.
+# Elements of a weight up to which one core is faster than several, and up to which the weight stays
+# in that core's cache for the next token.
 FEW_ELEMENTS = 1 << 20
 
 
 def few_tokens_support(
     tokens: int, bf16: Iterable[Tensor | None], f32: Iterable[Tensor | None] = ()
 ) -> Support:
-    """``supports`` of a kernel of few tokens: their number, and the dtypes of what is given."""
+    """Return support of a few-token kernel, from the token count and its operands' dtypes."""
     problem = numba_problem()
     if problem:
         return Support(False, problem)

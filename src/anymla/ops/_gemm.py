@@ -1,7 +1,7 @@
 """GEMMs ``x @ weight^T`` in torch, the weight plain or as stored: for linear layers and experts.
 
-A decoded value is an e4m3 or e2m1 code times a power of two, which bfloat16 holds exactly wherever
-it is a normal number, so bfloat16 activations multiply bfloat16 weights and only the result is
+A decoded value is an e4m3 or e2m1 code times a power of two. bfloat16 holds it exactly wherever it
+is a normal number, so bfloat16 activations multiply bfloat16 weights, and only the result is
 rounded. Scales in float32 need float32 products.
 """
 
@@ -29,38 +29,38 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import scale_exponent
 from anymla.ops import _host
 
-# Decoded elements alive at a time: 8 MiB of bfloat16 or 16 MiB of float32, whatever the weight.
+# Most decoded elements alive at a time: 8 MiB of bfloat16 or 16 MiB of float32 for any weight.
 _DECODED_ELEMENTS = 1 << 22
 # ue8m0 bytes whose product with any e4m3 or e2m1 code is a normal bfloat16 number, or zero.
 EXACT_BYTES = (32, 240)
 
 _SMALLEST_NORMAL = 2.0**-6
-# Adding and subtracting it rounds a float32 to steps of 2^-9, e4m3's below its smallest normal.
+# Adding and then subtracting this rounds a float32 to steps of 2^-9, e4m3's subnormal step.
 _SUBNORMAL_MAGIC = 1.5 * 2.0**14
 _DROPPED_BITS = 23 - 3
-_FEW_BLOCKS = 32  # up to here a scale costs less as a Python number than all of them as tensors
+_FEW_BLOCKS = 32  # up to here scales are cheaper as Python numbers than as tensors
 
 
 def gemm(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight^T``, accumulated in float32 or wider and rounded once.
 
-    oneDNN, which torch asks for bfloat16 products on CPUs, sets up and packs more than a single
-    row is worth; torch's own matrix-vector product also accumulates in float32 and takes a third
-    of the time for 256 x 128 values, two thirds for 4096 x 256 (one AVX512-BF16 core). The switch
-    is global, but all that another thread could see of it is speed.
+    torch sends bfloat16 products on CPUs to oneDNN, whose set-up and packing cost more than a
+    single row is worth. torch's own matrix-vector product also accumulates in float32 and takes a
+    third of the time for 256 x 128 values, two thirds for 4096 x 256 (one AVX512-BF16 core). The
+    switch between them is global; another thread may only notice a difference in speed.
 
     Args:
-        x: [..., K] floating point.
-        weight: [N, K] of x's dtype.
+        x: activations, [..., K] floating point.
+        weight: weight of x's dtype, [N, K].
 
     Returns:
-        [..., N] of x's dtype.
+        Products [..., N] of x's dtype.
     """
     return gemv_each([(x, weight)])[0] if is_host_row(x) else functional.linear(x, weight)
 
 
 def gemv_each(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """``gemm`` of several pairs (x, weight), each x a row by ``is_host_row``."""
+    """Compute ``gemm`` of each pair (x, weight); each x is one row as by ``is_host_row``."""
     if not mkldnn.enabled:
         return [functional.linear(x, weight) for x, weight in pairs]
     mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module
@@ -71,7 +71,7 @@ def gemv_each(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def is_host_row(x: Tensor) -> bool:
-    """Whether x [..., K] is one bfloat16 row on the host, for which calls are cheap."""
+    """Return True if x [..., K] is one bfloat16 row on the host, where call overhead dominates."""
     return x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and _host.on_host(x)
 
 
@@ -87,15 +87,16 @@ def fp8_gemm(
     """``x @ decoded^T`` of an e4m3 weight [N, K] with a scale for ``block`` x ``block`` values.
 
     Args:
-        x: [..., K] floating point.
-        weight: uint8 codes [N, K].
-        scale: [ceil(N/block), ceil(K/block)], uint8 (ue8m0) or float32.
-        quantize: x to FP8 first.
-        coded: x quantised already, in blocks of 128; x itself may then be anything.
+        x: activations, [..., K] floating point.
+        weight: e4m3 codes of the weight, uint8 [N, K].
+        scale: scales of the weight's blocks, uint8 (ue8m0) or float32 [ceil(N/block),
+            ceil(K/block)].
+        quantize: True to round x to FP8 first.
+        coded: x already quantised in blocks of 128; the values of ``x`` are then ignored.
         block: rows and columns of the weight, and channels of x, that share a scale.
 
     Returns:
-        [..., N] of x's dtype.
+        Products [..., N] of x's dtype.
     """
     dtype = _operand_dtype(x, scale)
     if coded is not None:
@@ -140,17 +141,18 @@ def decoded_gemm(
     out_dtype: torch.dtype,
     row_step: int = 1,
 ) -> Tensor:
-    """``gemm`` of a weight that is decoded in blocks of rows, each multiplied at once.
+    """Multiply by a weight that is decoded one block of rows at a time.
 
     Args:
-        operand: [..., K] activations.
-        decode: rows of the weight from one to another, of the operand's dtype.
-        rows: of the weight.
-        out_dtype: of the result.
-        row_step: what blocks' sizes are multiples of.
+        operand: activations in the dtype to multiply in, [..., K].
+        decode: function that decodes rows ``start`` to ``stop`` of the weight to the operand's
+            dtype.
+        rows: number of rows N of the weight.
+        out_dtype: dtype of the result.
+        row_step: number that a block's row count must be a multiple of.
 
     Returns:
-        [..., rows].
+        Products [..., N] of ``out_dtype``.
     """
     step = max(1, _DECODED_ELEMENTS // max(1, operand.shape[-1] * row_step)) * row_step
     if rows <= step:
@@ -161,16 +163,16 @@ def decoded_gemm(
 
 
 def _operand_dtype(x: Tensor, scale: Tensor) -> torch.dtype:
-    """Dtype in which decoded weights, and activations rounded to FP8, are exact."""
+    """Return a dtype that holds decoded weights and activations rounded to FP8 exactly."""
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and exact_in_bf16(scale):
         return x.dtype
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def exact_in_bf16(scale: Tensor) -> bool:
-    """Whether any code times any of these scales is zero or a normal bfloat16 number.
+    """Return True if every code times every one of these scales is zero or a normal bfloat16.
 
-    Reads the values, so it waits for the device.
+    Reads the values, so it synchronises with the device.
     """
     if scale.dtype != torch.uint8:
         return False
@@ -183,17 +185,17 @@ def exact_in_bf16(scale: Tensor) -> bool:
 def rounded_to_fp8(x: Tensor, dtype: torch.dtype, block: int = FP8_BLOCK) -> Tensor:
     """Quantise in blocks of channels and decode again, without going through codes.
 
-    Equal to quantising with ``quantize_fp8_rows`` and decoding what comes of it, several times
-    faster on a CPU: rounding to e4m3 is rounding away 20 mantissa bits of a float32, done on its
-    integer bits.
+    Equal to quantising with ``quantize_fp8_rows`` and decoding the codes, and several times faster
+    on a
+    CPU: rounding to e4m3 drops 20 mantissa bits of a float32, which is done on its integer bits.
 
     Args:
-        x: [..., K] floating point.
-        dtype: of the result; bfloat16 holds every rounded value exactly.
-        block: channels that share a scale.
+        x: values to round, [..., K] floating point.
+        dtype: dtype of the result; bfloat16 holds every rounded value exactly.
+        block: number of channels that share a scale.
 
     Returns:
-        [..., K] of ``dtype``.
+        Rounded values, [..., K] of ``dtype``.
     """
     if x.dtype == torch.float64:
         return dequantize_fp8_rows(*quantize_fp8_rows(x, block), dtype, block)
@@ -219,7 +221,7 @@ def rounded_to_fp8(x: Tensor, dtype: torch.dtype, block: int = FP8_BLOCK) -> Ten
 
 
 def _few_blocks_rounded(blocks: Tensor) -> Tensor | None:
-    """Round float32 blocks [..., block] with scales found in Python; None if one is not finite."""
+    """Round float32 blocks [..., block] with scales found in Python; None if not all are finite."""
     flat = blocks.flatten(0, -2)
     largest = flat.abs().amax(-1).clamp_(min=ACTIVATION_AMAX_FLOOR).mul_(1.0 / E4M3_MAX).tolist()
     if not math.isfinite(sum(largest)):

@@ -1,4 +1,4 @@
-"""Operands and tiles of Triton's GEMMs, as linear layers and experts choose them."""
+"""Choice of operand dtypes and tiles for Triton's GEMMs in linear layers and experts."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 
 from anymla.ops.device import Target
 
-# Rows of activations from which a tile is of 64, and of 128.
+# Rows of activations above which a tile has 64 rows, and above which it has 128.
 _FEW_ROWS, _MANY_ROWS = 16, 512
-# Of a pipeline whose steps are cut short.
+# Most stages of a pipeline whose steps were shortened to one quant block.
 _MOST_STAGES = 6
-# Shared memory for a third stage of the smallest tiles, and for tiles of 128 rows.
+# Shared memory needed for a third stage of the smallest tiles, and for tiles of 128 rows.
 _THREE_STAGES_BYTES, _LARGE_TILE_BYTES = 96 << 10, 160 << 10
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """Tile and pipeline of a GEMM.
+    """Tile shape and software pipeline of a GEMM.
 
     Attributes:
-        block_m: rows of activations.
-        block_n: rows of the weight.
-        block_k: channels of a step.
-        num_warps: of a CTA.
-        num_stages: of the pipeline.
+        block_m: rows of activations in a tile.
+        block_n: rows of the weight in a tile.
+        block_k: channels that one step of the main loop multiplies.
+        num_warps: number of warps of a CTA.
+        num_stages: number of stages of the software pipeline.
     """
 
     block_m: int
@@ -38,17 +38,17 @@ class TileConfig:
 def operand_dtype(
     x: torch.dtype, weight_format: str, weight: torch.dtype, coded: bool, target: Target
 ) -> torch.dtype:
-    """Dtype of the products' operands; it holds every decoded value exactly.
+    """Return the dtype of the products' operands; it holds every decoded value exactly.
 
     Args:
         x: dtype of the activations before they were quantised.
-        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
-        weight: dtype of the stored weight, which matters for "plain".
-        coded: the activations are e4m3 codes.
-        target: what the GEMM runs on.
+        weight_format: storage format of the weight, "plain", "fp8", "mxfp4" or "nvfp4".
+        weight: dtype of the stored weight; only used for "plain".
+        coded: True if the activations are e4m3 codes.
+        target: architecture that the GEMM runs on.
     """
     if target.arc_a:
-        # Not bfloat16, whose exponents are lost; float16 spills 136 to 250 registers, this none.
+        # bfloat16 would lose exponents here; float16 spills 136 to 250 registers, float32 none.
         return torch.float32
     if coded and weight_format == "fp8":
         return torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
@@ -58,9 +58,9 @@ def operand_dtype(
 
 
 def choose_tile(rows: int, operand: torch.dtype, target: Target) -> TileConfig:
-    """The tile for so many rows of activations and operands of a dtype."""
+    """Return the tile for a number of activation rows and an operand dtype."""
     if target.backend == "cpu":
-        # The interpreter pays for steps, not for their size.
+        # The interpreter's cost is by step, whatever a step's size.
         return TileConfig(16 if rows <= _FEW_ROWS else 64, 64, 128, 4, 1)
     if target.arc_a:
         return TileConfig(16 if rows <= _FEW_ROWS else 32, 32, 32, 16, 2)
@@ -70,15 +70,15 @@ def choose_tile(rows: int, operand: torch.dtype, target: Target) -> TileConfig:
         return TileConfig(16, 32, 128, 4, 3 if target.shared_bytes > _THREE_STAGES_BYTES else 2)
     large = target.backend == "cuda" and target.shared_bytes >= _LARGE_TILE_BYTES
     if rows <= _MANY_ROWS or not large:
-        # Intel: 4 warps spill 19 registers, and take half as many instructions again.
+        # On Intel, 4 warps spill 19 registers and execute 1.5 times as many instructions.
         return TileConfig(64, 64, 64, 8 if target.intel else 4, 2)
     return TileConfig(128, 128, 64, 8, 3)
 
 
 def within_quant_blocks(tile: TileConfig, block: int) -> TileConfig:
-    """The tile with steps of at most ``block`` channels, which have one scale.
+    """Limit a tile's steps to ``block`` channels, which share a scale.
 
-    Shorter steps are as many more stages, for as many bytes in flight.
+    The pipeline gets proportionally more stages, so that as many bytes stay in flight.
     """
     if tile.block_k <= block:
         return tile
@@ -87,5 +87,5 @@ def within_quant_blocks(tile: TileConfig, block: int) -> TileConfig:
 
 
 def uses_wgmma(target: Target) -> bool:
-    """Whether products are instructions that a warpgroup issues and waits for."""
+    """Return True if matrix products are WGMMA, which a warpgroup issues and waits for."""
     return target.name == "sm_90"

@@ -1,14 +1,15 @@
-"""Functions of Gluon whose names differ between versions of Triton, under one name each.
+"""Helpers shared by Gluon kernels of several families: renamed functions, barriers, views.
 
-Which one is called depends on what the installed version has. Instructions that Gluon has no
-function for are in ``_gluon_ptx``.
+Some functions have different names in different versions of Triton; each is defined here once,
+under one name, from what the installed version offers. Instructions that Gluon has no function for
+are in ``_gluon_ptx``.
 """
 
 # mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # public from 3.9 on
+from triton.language.core import _aggregate as aggregate  # public since Triton 3.9
 
 __all__ = [
     "aggregate",
@@ -17,13 +18,13 @@ __all__ = [
     "warpgroup_barrier",
 ]
 
-_PUBLIC_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
-_ONE_BARRIER = gl.constexpr(hasattr(gl, "barrier"))  # from 3.7 on
+_PUBLIC_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # since 3.9
+_ONE_BARRIER = gl.constexpr(hasattr(gl, "barrier"))  # since 3.7
 
 
 @gluon.constexpr_function
 def field(x):
-    """What an aggregate's constructor stores of a value that may be None or a bool of Python."""
+    """Wrap None and Python bools as constexprs, so that an aggregate's field can store them."""
     return gl.constexpr(x) if x is None or isinstance(x, bool) else x
 
 

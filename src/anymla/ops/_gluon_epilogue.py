@@ -1,7 +1,7 @@
-"""Inverse RoPE and FP8 quantisation of heads in Gluon: stores for the epilogues of kernels.
+"""Stores of Gluon attention kernels that rotate heads back and quantise them to FP8.
 
-The bytes are those of ``inverse_rope_quantize_kernel`` after attention: heads are rounded to the
-type of the queries, the last channels rotate back by the angles of the query's position, and every
+The bytes equal those of ``inverse_rope_quantize_kernel`` run after attention: heads are rounded to
+the queries' dtype, their last channels rotate back by the angles of the query's position, and every
 quant block of 128 channels gets a power of two as its scale.
 """
 
@@ -36,16 +36,16 @@ def tail_order(position, GROUP: gl.constexpr):
 
 @aggregate
 class Output:
-    """Where results go.
+    """Pointers to an attention kernel's output, and the parameters of its quantisation.
 
     Attributes:
-        heads: [T, H, 512] of TYPE; or int16 [T, H, 256], two codes each.
-        scales: float32 [T, H, 4]; unused like the next three if ROPE_DIM is 0.
-        positions: int64 [T].
-        table: float32 [angles, ROPE_DIM], cosines then sines.
-        angles: rows of the table.
-        ROPE_DIM: channels that rotate with the position, 64; or 0 for heads as they are.
-        TYPE: of queries and heads.
+        heads: pointer to heads [T, H, 512] of TYPE, or to pairs of e4m3 codes, int16 [T, H, 256].
+        scales: pointer to float32 scales [T, H, 4]; unused like the next three if ROPE_DIM is 0.
+        positions: pointer to the queries' positions, int64 [T].
+        table: pointer to cosines then sines by position, float32 [angles, ROPE_DIM].
+        angles: number of rows of the table.
+        ROPE_DIM: number of trailing channels that rotate, 64; 0 to store heads without quantising.
+        TYPE: dtype of queries and heads.
     """
 
     heads: gl.tensor

@@ -1,4 +1,4 @@
-"""Where a backend may look at values without making a device wait."""
+"""Test for tensors whose values can be read without synchronising with a device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether reading values of ``x`` in Python costs no synchronisation.
+    """Return True if reading values of ``x`` in Python needs no device synchronisation.
 
-    Backends branch on values only where this holds; elsewhere they mask. Call it through this
+    Backends branch on values only where this is True and mask elsewhere. Call it through this
     module, so that a test can run the masking branch on the CPU.
     """
     return x.is_cpu

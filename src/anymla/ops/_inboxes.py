@@ -1,15 +1,14 @@
-"""Memory through which the GPUs of one machine give each other small tensors.
+"""Inboxes through which the GPUs of one machine exchange small tensors without a barrier.
 
-Every rank owns an inbox that all ranks can write: three turns of a slot for each rank. A rank
-writes its words into its slot of everybody's inbox and reads its own inbox until all have arrived:
-there is no barrier, since a word that has not arrived is still blank. What arrives in a turn is
-blanked during the next one, and a turn comes again only after a rank has received from all others
-in between, so that nobody writes where somebody still reads. (NCCL's LL protocol has a flag beside
-each word instead.)
+Every rank owns an inbox that all ranks can write, with three turns of one slot per sender. A rank
+writes its words into its slot of every inbox, then polls its own inbox until all words have
+arrived; a word that has not arrived is still blank. The words of one turn are blanked during the
+next turn, and a turn is only reused after a rank has received from all others in between, so nobody
+writes where somebody still reads. (NCCL's LL protocol puts a flag beside each word instead.)
 
-The blank word is the negative zero of the floating-point type, which is sent as zero. Each program
-of a kernel counts its own turns, for the slice of all slots that it alone uses: launches of
-different sizes may follow each other, as long as all ranks launch the same.
+The blank word is the floating-point type's negative zero; a negative zero is sent as zero. Each
+program of a kernel counts its own turns for the slice of the slots that only it uses, so launches
+of different sizes may follow each other, as long as all ranks launch the same.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ _WORDS = {2: torch.int16, 4: torch.int32}
 
 
 def word_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Integers that hold a floating-point type's values."""
+    """Return the integer dtype that holds a floating-point dtype's bits."""
     return _WORDS[dtype.itemsize]
 
 
 def blank_word(dtype: torch.dtype) -> int:
-    """The word that has not arrived, of an integer type."""
+    """Return the word of an integer dtype that marks a value that has not arrived."""
     return torch.iinfo(dtype).min
 
 
 @dataclasses.dataclass(frozen=True)
 class Inboxes:
-    """The inboxes of all ranks, as one rank reaches them.
+    """Inboxes of all ranks, as mapped by one rank.
 
     Attributes:
-        addresses: int64 [R] on the device, where each rank's inbox begins: words
+        addresses: start address of each rank's inbox, int64 [R] on the device; an inbox is words
             [TURNS, R, capacity], all blank before the first exchange.
-        turns: int32 [programs] on the device, the next turn of each program, 0 before the first
+        turns: next turn of each program, int32 [programs] on the device, 0 before the first
             exchange.
-        capacity: words of a slot, as many for each program as it exchanges.
-        rank: number of this rank.
-        dtype: integer type of a word.
-        memory: whatever keeps the memory mapped.
+        capacity: number of words in a slot, the same for every program.
+        rank: number of this rank, 0 .. R - 1.
+        dtype: integer dtype of a word.
+        memory: any object that keeps the memory mapped while it lives.
     """
 
     addresses: Tensor

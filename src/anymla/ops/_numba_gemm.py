@@ -1,11 +1,11 @@
-"""GEMMs ``x @ weight^T`` of few tokens on a CPU, the weight decoded in registers as it is read.
+"""GEMMs ``x @ weight^T`` of few tokens on a CPU that decode the weight in registers.
 
-One pass over the weight: a row's codes are decoded 32 channels at a time and multiplied at once by
-every token of a tile, so that few tokens take as long as reading. numba runs the loops; the
-innermost one is written in LLVM's vectors, because compilers make no table look-up in registers of
-an array access.
+The weight is read once: a row's codes are decoded 32 channels at a time and multiplied by every
+token of a tile at once, so that few tokens take no longer than reading the weight. numba compiles
+the loops; the innermost one is written in LLVM's vector instructions, because no compiler turns
+array accesses into table look-ups in registers.
 
-A result is one chain of sums over the channels, in an order that depends on nothing: neither on
+Each result is one chain of additions over the channels in a fixed order, which depends neither on
 the tile that a token falls into nor on threads.
 """
 
@@ -28,26 +28,26 @@ from anymla.ops._numba_rows import CACHE
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _POINTER = ir.FloatType(), ir.PointerType()
 
-# Channels that are decoded at a time, and that a turn of the innermost loop takes.
+# Channels that are decoded at a time, and such groups in an iteration of the innermost loop.
 GROUP, _UNROLLED = 32, 4
 _LANES = 16
-# Rows that a tile of so many tokens takes: sums stay in registers, and there are enough of them for
-# one not to wait for the other. Rows that are left over are multiplied one by one.
+# Rows of a tile by its tokens: all sums stay in registers, and there are enough of them to hide the
+# latency of additions. The remaining rows are multiplied one by one.
 _TILES = {1: 4, 2: 4, 4: 4, 8: 2}
-# Rows ahead of those that are multiplied, in tiles, whose codes are fetched: the processor's own
-# prefetch ends with a page, which is soon, and with several rows a tile begins several.
+# How many tiles ahead codes are prefetched, and bytes of a cache line. The hardware prefetcher
+# stops at page boundaries, and the rows of a tile cross several.
 _AHEAD, _CACHE_LINE = 2, 64
 
-# What a kernel is compiled for: the weight's format, and the operands.
+# Kinds of kernels: the weight's format and the operands' dtype.
 FP8_BF16, FP8_FLOAT32, MXFP4_BF16, MXFP4_FLOAT32 = range(4)
 
-# The largest ue8m0 byte that ``exact_in_bf16`` allows, and what it adds to bfloat16's bits.
+# The largest ue8m0 byte that ``exact_in_bf16`` allows, which tables of values are scaled to.
 _LARGEST_BYTE = EXACT_BYTES[1]
 _LARGEST_EXPONENT = (_LARGEST_BYTE - 127) << 7
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's bfloat type, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -60,7 +60,7 @@ class _BFloat(ir.Type):
 
 
 def _vector(scalar, lanes, values=None):
-    """The type, or a constant of it: one value for all lanes, or a list that is repeated."""
+    """Return a vector type, or with ``values`` a constant: one value for all lanes, or a cycle."""
     made = ir.VectorType(scalar, lanes)
     if values is None:
         return made
@@ -92,7 +92,7 @@ def _splat(builder, value, lanes):
 
 
 def _half(builder, vector, start):
-    """Half of a vector's lanes, from ``start``."""
+    """Extract half of a vector's lanes, beginning at lane ``start``."""
     lanes = ir.Constant(
         _vector(_I32, vector.type.count // 2), list(range(start, start + vector.type.count // 2))
     )
@@ -111,12 +111,12 @@ def _bf16_bits(value: float) -> int:
 
 
 class _Bf16:
-    """Operands in bfloat16, multiplied two at a time into float32 sums (AVX512-BF16).
+    """bfloat16 operands, multiplied in pairs into float32 sums (AVX512-BF16).
 
-    A weight times its power-of-two scale is a bfloat16 number: the scale goes into the exponents.
-    Tables of 32 values are looked up within a register. A scale is given as the word by which
-    exponents are less than with the largest one, so that a subtraction that saturates leaves zeros
-    as they are; twice, so that it is broadcast while it is loaded.
+    A weight times its power-of-two scale is a bfloat16 number, so the scale is applied to
+    exponents. Codes index tables of 32 values within a register. A scale is passed as the word to
+    subtract from the bits of values with the largest scale: the subtraction saturates, so zeros
+    stay zero. The word holds the number twice, so that a load broadcasts it to both halves.
     """
 
     nbytes = 2
@@ -124,7 +124,7 @@ class _Bf16:
 
     @classmethod
     def load(cls, builder, x, channel):
-        """Activations of a group."""
+        """Load a group's activations."""
         return [_load(builder, _BF16_GROUP, x, builder.mul(channel, _I64(cls.nbytes)))]
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Bf16:
 
     @staticmethod
     def _scaled(builder, values, word):
-        """A table of bfloat16 values times a power of two; zeros stay zero, without a sign."""
+        """Multiply a table of bfloat16 values by a power of two; zeros lose their sign."""
         bits = [_bf16_bits(value) for value in values]
         largest = [each + _LARGEST_EXPONENT if each & 0x7FFF else 0 for each in bits]
         table = _vector(_I16, GROUP, largest)
@@ -148,7 +148,7 @@ class _Bf16:
     def _look_up(builder, table, indices):
         return _call(
             builder, "llvm.x86.avx512.permvar.hi.512", _BF16_GROUP, table, indices
-        )  # the lowest five bits of an index count
+        )  # a table index is the lowest five bits of a lane
 
     @classmethod
     def fp8_scale(cls, builder, scale):
@@ -159,7 +159,7 @@ class _Bf16:
 
     @classmethod
     def fp8(cls, builder, scale, codes, channel):
-        """Decode s eeee mmm; also the codes without their signs."""
+        """Decode e4m3 codes (s eeee mmm); also return the codes without their signs."""
         subnormal, bias = scale
         signed = builder.sext(_load(builder, _vector(_I8, GROUP), codes, channel), _BF16_GROUP)
         magnitude = builder.and_(signed, _vector(_I16, GROUP, 0x7F))
@@ -171,10 +171,10 @@ class _Bf16:
 
     @classmethod
     def mxfp4_block(cls, builder, scales, codes, group):
-        """Codes of four groups, and a table of the magnitudes for each of their scales.
+        """Load the codes of four groups, and a table of magnitudes for each group's scale.
 
-        A word of the codes holds four channels, and channel j of every word is one operand: eight
-        words have a scale. Activations are in that order as well (``in_words``).
+        A 16-bit word holds four codes, and channel j of every word forms operand j: eight words
+        share a scale. Activations are in the same order (``in_words``).
         """
         first = _load(builder, _vector(_I32, 4), scales, builder.mul(group, _I64(4)))
         lanes = _vector(_I32, _LANES, None)
@@ -186,7 +186,7 @@ class _Bf16:
 
     @classmethod
     def mxfp4_of_block(cls, builder, block, step):
-        """Channel ``step`` of every word."""
+        """Decode channel ``step`` of every word."""
         table, words = block
         code = builder.lshr(words, _vector(_I16, GROUP, 4 * step)) if step else words
         scale = ir.Constant(_BF16_GROUP, [lane // 8 << 3 for lane in range(GROUP)])
@@ -202,8 +202,8 @@ class _Bf16:
 
     @classmethod
     def mxfp4(cls, builder, scale, codes, channel):
-        # Four codes to 64 bits, of which each goes to the low byte of a word. What stands above it
-        # there is one bit of the index, by which the table does not differ.
+        # Spread four codes over 64 bits, each into the low byte of a 16-bit word. One bit above it
+        # also reaches the index; the table has equal entries for both values of that bit.
         offset = builder.lshr(channel, _I64(1))
         fours = _load(builder, _vector(_I16, GROUP // 4), codes, offset)
         fours = builder.zext(fours, _vector(_I64, GROUP // 4))
@@ -217,17 +217,17 @@ class _Bf16:
 
 
 class _Float32:
-    """Operands in float32, for activations of that dtype and for every other processor.
+    """float32 operands, for float32 activations and for processors without AVX512-BF16.
 
-    Codes are shifted to where float32 has exponent and mantissa. Subnormal ones get the exponent
-    of the smallest normal, which is taken off again, so that no operand is subnormal.
+    Codes are shifted to float32's exponent and mantissa. Subnormal codes get the exponent of the
+    smallest normal number, which is then subtracted, so that no float32 operand is subnormal.
     """
 
     nbytes = 4
 
     @classmethod
     def load(cls, builder, x, channel):
-        """Activations of a group."""
+        """Load a group's activations."""
         first = builder.mul(channel, _I64(cls.nbytes))
         second = builder.add(first, _I64(cls.nbytes * _LANES))
         return [_load(builder, _FLOATS, x, offset) for offset in (first, second)]
@@ -246,7 +246,7 @@ class _Float32:
 
     @staticmethod
     def _values(builder, magnitude, sign, scale, mantissa_bits, bias):
-        """Decode integers: exponent and mantissa, the sign in the highest bit; times the scale."""
+        """Decode integers to float32 (exponent and mantissa, the sign in bit 31) and scale them."""
         one = 1 << mantissa_bits
         small = builder.icmp_unsigned("<", magnitude, _vector(_I32, _LANES, one))
         exponents = builder.select(
@@ -265,7 +265,7 @@ class _Float32:
 
     @classmethod
     def fp8(cls, builder, scale, codes, channel):
-        """Decode s eeee mmm; also the codes without their signs."""
+        """Decode e4m3 codes (s eeee mmm); also return the codes without their signs."""
         loaded = _load(builder, _vector(_I8, GROUP), codes, channel)
         weights = []
         for start in (0, _LANES):
@@ -284,7 +284,7 @@ class _Float32:
         empty = ir.Constant(packed.type, ir.Undefined)
         weights = []
         for start in (0, _LANES // 2):
-            # Every byte twice: its low nibble is the even channel, its high one the odd.
+            # Duplicate every byte: its low nibble is the even channel, its high nibble the odd one.
             twice = [start + lane // 2 for lane in range(_LANES)]
             bytes_ = builder.shuffle_vector(packed, empty, _vector(_I32, _LANES, twice))
             wide = builder.zext(bytes_, _vector(_I32, _LANES))
@@ -297,7 +297,7 @@ class _Float32:
         return weights, None
 
 
-# By kind: the operands' class, whether the weight is FP8.
+# Class of the operands and True for an FP8 weight, by the kind of kernel.
 _KINDS = {
     FP8_BF16: (_Bf16, True),
     FP8_FLOAT32: (_Float32, True),
@@ -308,22 +308,22 @@ _KINDS = {
 
 @intrinsic(prefer_literal=True)
 def _tile(context, kind, rows, tokens, place):
-    """Store ``sum over channels of weight[r] * x[t]`` of a tile of rows and tokens.
+    """Compute and store ``sum over channels of weight[r] * x[t]`` for a tile of rows and tokens.
 
     Args:
-        context: numba's.
-        kind: what the kernel is compiled for, a literal.
-        rows: of the tile, a literal.
-        tokens: of the tile, a literal.
-        place: nine integers: where the operands and the result are, as follows.
+        context: typing context that numba passes to intrinsics.
+        kind: kind of kernel, FP8_BF16 and so on, as a literal.
+        rows: number of weight rows in the tile, as a literal.
+        tokens: number of tokens in the tile, as a literal.
+        place: nine integers that locate the operands and the result:
 
     - codes, codes_stride: address of the first row's codes, and bytes between rows;
-    - scales, scales_stride: of the first row's scales, 32 bits each as the operands take them;
-      0 bytes between rows that share them;
-    - x, x_stride: of the first token's activations, and bytes between tokens;
-    - channels: a multiple of 32;
-    - out, out_stride: of the first row's float32 result of the first token, and bytes between
-      tokens.
+    - scales, scales_stride: address of the first row's scales, 32 bits each in the form that the
+      operands take, and bytes between rows, 0 if the rows share their scales;
+    - x, x_stride: address of the first token's activations, and bytes between tokens;
+    - channels: number of channels, a multiple of 32;
+    - out, out_stride: address of the first row's float32 result for the first token, and bytes
+      between tokens.
     """
     literals = (kind, rows, tokens)
     if not all(isinstance(each, types.IntegerLiteral) for each in literals):
@@ -335,7 +335,7 @@ def _tile(context, kind, rows, tokens, place):
 
 
 def _emit_tile(operands, fp8, rows, tokens, context, builder, signature, args):
-    """LLVM's instructions of ``_tile``."""
+    """Emit LLVM instructions for ``_tile``."""
     integers = cgutils.unpack_tuple(builder, args[3])
     codes, codes_stride, scales, scales_stride, x, x_stride, channels, out, out_stride = integers
     decode = operands.fp8 if fp8 else operands.mxfp4
@@ -381,7 +381,7 @@ def _emit_tile(operands, fp8, rows, tokens, context, builder, signature, args):
                     ahead = builder.mul(codes_stride, _I64(_AHEAD * len(rows)))
                     offset = builder.mul(group, _I64(group_bytes))
                     place = _at(builder, code_rows[row], builder.add(ahead, offset))
-                    hints = _I32(0), _I32(3), _I32(1)  # of data that is read, into every cache
+                    hints = _I32(0), _I32(3), _I32(1)  # a read, kept in all caches, of data
                     _call(builder, "llvm.prefetch.p0", ir.VoidType(), place, *hints)
                 if blocks:
                     weights = operands.mxfp4_of_block(builder, blocks[row], step)
@@ -413,7 +413,7 @@ def _emit_tile(operands, fp8, rows, tokens, context, builder, signature, args):
     out_rows = addresses(out, out_stride, tokens)
     for row in rows:
         is_nan = None
-        if fp8:  # a code that is no number, which no decoder looks for
+        if fp8:  # a NaN code, which the decoders ignore
             most = _call(
                 builder, "llvm.vector.reduce.umax.v32i16", _I16, builder.load(largest[row])
             )
@@ -427,7 +427,7 @@ def _emit_tile(operands, fp8, rows, tokens, context, builder, signature, args):
 
 
 def _scale_words(kind, scales, words):
-    """Scales as ``_tile`` takes them, 32 bits each, from what is stored."""
+    """Convert stored scales to the 32-bit words that ``_tile`` takes."""
 
 
 @overload(_scale_words, prefer_literal=True)
@@ -463,7 +463,7 @@ def _scale_words_of(kind, scales, words):
 
 
 def _rows(kind, codes, scales, x, out, first, last):
-    """Some rows of the product; see ``fp8_bf16``."""
+    """Compute rows ``first`` to ``last`` of the product; see ``fp8_bf16``."""
 
 
 @overload(_rows, prefer_literal=True)
@@ -484,7 +484,7 @@ def _rows_of(kind, codes, scales, x, out, first, last):
         held, row = -1, first
         while row < last:
             if row + step > last:
-                size = step = 1  # rows that are left over, one by one
+                size = step = 1  # remaining rows, one by one
             for each in range(step):
                 if not fp8 or (each == 0 and held != row // shared):
                     _scale_words(kind, scales[row // shared + each], words[each])
@@ -492,8 +492,7 @@ def _rows_of(kind, codes, scales, x, out, first, last):
             codes_at = np.intp(codes.ctypes.data) + row * codes_stride
             token = 0
             while token < tokens:
-                # The last tile begins earlier than where the one before ends: what they share
-                # comes out as it was.
+                # The last tile overlaps the one before; what both compute is the same to the bit.
                 token = min(token, tokens - size)
                 x_at = np.intp(x.ctypes.data) + token * x_stride
                 out_at = np.intp(out.ctypes.data) + token * out_stride + 4 * row
@@ -519,40 +518,40 @@ def _rows_of(kind, codes, scales, x, out, first, last):
 
 @njit(nogil=True, cache=CACHE)
 def fp8_bf16(codes, scales, x, out, first, last):
-    """Store rows of ``x @ weight^T``, an e4m3 weight with a scale for 128 x 128 values.
+    """Compute rows of ``x @ weight^T`` with an e4m3 weight and a scale for 128 x 128 values.
 
     Args:
-        codes: uint8 [N, K], K a multiple of 32.
-        scales: uint8 [ceil(N/128), ceil(K/128)], ue8m0 bytes for which every value is a normal
-            bfloat16 number.
-        x: [T, K] bits of bfloat16, uint16.
-        out: float32 [T, N].
-        first: row of the weight to begin with, a multiple of 128.
-        last: row to end before.
+        codes: e4m3 codes of the weight, uint8 [N, K], K a multiple of 32.
+        scales: ue8m0 scales of the weight's blocks, uint8 [ceil(N/128), ceil(K/128)], with which
+            every decoded value is a normal bfloat16 number or zero.
+        x: activations as the bits of bfloat16, uint16 [T, K].
+        out: products, float32 [T, N]; rows ``first`` to ``last`` of the weight are written.
+        first: first row of the weight to multiply, a multiple of 128.
+        last: row of the weight to stop before.
     """
     _rows(0, codes, scales, x, out, first, last)
 
 
 @njit(nogil=True, cache=CACHE)
 def fp8_float32(codes, scales, x, out, first, last):
-    """Like ``fp8_bf16`` with float32 x and any scales, uint8 or float32."""
+    """Compute ``fp8_bf16`` with float32 x and any scales, uint8 (ue8m0) or float32."""
     _rows(1, codes, scales, x, out, first, last)
 
 
 @njit(nogil=True, cache=CACHE)
 def mxfp4_bf16(codes, scales, x, out, first, last):
-    """Like ``fp8_bf16`` of packed e2m1 [N, K/2] with scales [N, K/32], and x ``in_words``."""
+    """Compute ``fp8_bf16`` for packed e2m1 [N, K/2] with scales [N, K/32], and x ``in_words``."""
     _rows(2, codes, scales, x, out, first, last)
 
 
 @njit(nogil=True, cache=CACHE)
 def mxfp4_float32(codes, scales, x, out, first, last):
-    """Like ``mxfp4_bf16`` with float32 x and any scales."""
+    """Compute ``mxfp4_bf16`` with float32 x, in its own order, and any scales."""
     _rows(3, codes, scales, x, out, first, last)
 
 
 def in_words(x: Tensor) -> Tensor:
-    """Activations [T, K] in the order of ``mxfp4_bf16``: 128 channels as 4 x 32, not 32 x 4."""
+    """Reorder activations [T, K] for ``mxfp4_bf16``: 128 channels as 4 x 32 instead of 32 x 4."""
     whole = x.shape[1] // 128 * 128
     blocks = x[:, :whole].unflatten(1, (-1, 32, 4)).transpose(2, 3).flatten(1)
     return torch.cat((blocks, x[:, whole:]), 1) if whole < x.shape[1] else blocks
@@ -560,6 +559,6 @@ def in_words(x: Tensor) -> Tensor:
 
 @functools.cache
 def has_bf16_dot() -> bool:
-    """Whether this processor multiplies bfloat16, and looks up in registers what it multiplies."""
+    """Return True if this processor has AVX512-BF16 and the byte permutes that decoding needs."""
     features = binding.get_host_cpu_features()
     return all(features.get(each) for each in ("avx512bf16", "avx512bw", "avx512vbmi"))

@@ -1,4 +1,4 @@
-"""Launches the CPU's GEMMs of few tokens (``_numba_gemm``): operands, and work for each thread."""
+"""Launch of the CPU's few-token GEMMs (``_numba_gemm``): operands, and work for each thread."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _numba_gemm
 from anymla.ops._gemm import exact_in_bf16, rounded_to_fp8
 
-# Bytes of a weight that pay for handing them to another thread (some 30 us), and parts a thread is
-# given, so that one that the machine holds up has less to catch up.
+# Fewest bytes of a weight that are worth another thread (some 30 us), and parts for each thread:
+# with several parts, a thread that was descheduled delays the others less.
 _BYTES_A_PART, _PARTS_A_THREAD = 1 << 19, 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """``x @ weight^T`` of one weight as stored.
+    """Operands of one product ``x @ weight^T`` with the weight as stored.
 
     Attributes:
-        x: [T, K] of any float dtype up to 32 bits, K a multiple of 32; already quantised if the
-            call quantises, and then exact in bfloat16.
-        codes: uint8, e4m3 [N, K] or packed e2m1 [N, K/2].
-        scale: [ceil(N/128), ceil(K/128)], uint8 or float32; or uint8 [N, K/32].
-        fp8: which of the two.
-        quantized: whether x was rounded to FP8.
+        x: activations [T, K] of any float dtype up to 32 bits, K a multiple of 32. If
+            ``quantized``, they were rounded to FP8 and are exact in bfloat16.
+        codes: stored codes of the weight, uint8: e4m3 [N, K] or packed e2m1 [N, K/2].
+        scale: scales of e4m3, uint8 or float32 [ceil(N/128), ceil(K/128)]; of e2m1, uint8 [N,
+            K/32].
+        fp8: True for an e4m3 weight, False for a packed e2m1 weight.
+        quantized: True if x was rounded to FP8.
     """
 
     x: Tensor
@@ -44,7 +45,7 @@ class Product:
 
 
 def multiply(products: Sequence[Product]) -> list[Tensor]:
-    """The products in float32, each [T, N], by as many threads as torch has."""
+    """Compute the products in float32, each [T, N], with torch's number of threads."""
     outs = [
         each.x.new_empty((len(each.x), len(each.codes)), dtype=torch.float32) for each in products
     ]
@@ -69,7 +70,7 @@ def packed_gemm(
     quantize: bool = False,
     coded: QuantizedRows | None = None,
 ) -> Tensor:
-    """``_gemm.fp8_gemm`` or ``_gemm.mxfp4_gemm``, to x's dtype."""
+    """Compute ``_gemm.fp8_gemm`` or ``_gemm.mxfp4_gemm`` by numba's kernels, in x's dtype."""
     rows = x.reshape(-1, x.shape[-1])
     if coded is not None:
         rows = coded.decoded(len(rows), torch.bfloat16)
@@ -82,7 +83,7 @@ def packed_gemm(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A kernel with its arrays."""
+    """Compiled kernel bound to the arrays of one product."""
 
     kernel: Callable[..., None]
     arrays: tuple[Any, ...]
@@ -91,7 +92,7 @@ class _Call:
 
     @classmethod
     def of(cls, product: Product, out: Tensor) -> _Call:
-        """Pick the operands: bfloat16 where they are exact and this processor multiplies it."""
+        """Choose the operands: bfloat16 where it is exact and this processor multiplies it."""
         x, scale = product.x, product.scale
         narrow = x.dtype == torch.bfloat16 or product.quantized
         if narrow and _numba_gemm.has_bf16_dot() and exact_in_bf16(scale):
@@ -107,12 +108,12 @@ class _Call:
         return cls(kernel, arrays, len(product.codes), product.codes.numel())
 
     def run(self, first: int, last: int) -> None:
-        """Some rows of the weight; ``first`` a multiple of 128."""
+        """Compute rows ``first`` to ``last`` of the weight; ``first`` is a multiple of 128."""
         self.kernel(*self.arrays, first, last)
 
 
 def _parts(calls: Sequence[_Call], nbytes: int) -> Iterator[tuple[_Call, int, int]]:
-    """Cut calls into rows of about so many bytes, blocks of scales whole."""
+    """Cut the products into ranges of rows of about ``nbytes`` bytes, multiples of 128 rows."""
     for call in calls:
         rows = nbytes * call.rows // call.nbytes
         step = max(1, rows // FP8_BLOCK) * FP8_BLOCK
@@ -121,9 +122,9 @@ def _parts(calls: Sequence[_Call], nbytes: int) -> Iterator[tuple[_Call, int, in
 
 
 def _run_together(parts: collections.deque[tuple[_Call, int, int]], threads: int) -> None:
-    """Run the parts in the calling thread and in others, whoever is free taking the next.
+    """Run all parts in the calling thread and in a pool; whichever thread is free takes the next.
 
-    A thread that does not get to run takes none, so that on a busy machine nobody waits for it.
+    Threads that the system does not schedule take no part, so a busy machine delays nobody.
     """
 
     def work() -> None:
@@ -146,5 +147,5 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="anymla-gemm")
 
 
-if hasattr(os, "register_at_fork"):  # threads do not survive it
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,8 +1,8 @@
-"""Rows of tensors inside numba's kernels of few tokens on a CPU: where they lie, and their bits.
+"""Access to tensors' rows by address inside numba's few-token kernels, and bfloat16 conversion.
 
-A kernel takes addresses, because a tensor's address costs a tenth of what NumPy's view of it
-costs, and a kernel of a decode step may take two microseconds in all. Whoever launches one has made
-sure of what lies there: its backend's ``supports`` of dtypes, ``contiguous`` of strides.
+Kernels take addresses, because a tensor's address costs a tenth of what NumPy's view of it costs,
+and a decode step's kernel may take as little as two microseconds in all. Launchers ensure what lies
+at an address: a backend's ``supports`` checks dtypes, ``contiguous`` the strides.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from anymla.ops.compile_notice import NOTICE
 
 
 class _Compilations(event.Listener):
-    """Tells the user of compilations; those of what a kernel calls are part of its own."""
+    """Listener that reports compilations to the user; nested ones count as their caller's."""
 
     def __init__(self):
         self.depth, self.begin = 0, 0.0
 
     def on_start(self, what):
-        """A kernel that no cache has is compiled."""
+        """Report that a kernel which is not in the cache is being compiled."""
         self.depth += 1
         if self.depth == 1:
             self.begin = time.perf_counter()
             NOTICE.begin(what.data["dispatcher"].stats.cache_path if CACHE else "")
 
     def on_end(self, what):
-        """It is compiled, or could not be."""
+        """Record that a compilation has ended, with or without success."""
         self.depth -= 1
         if not self.depth:
             NOTICE.add(time.perf_counter() - self.begin)
 
 
 def _nothing():
-    """Compiled by nobody."""
+    """Do nothing; this function is never compiled, only asked for its cache folder."""
 
 
 def _keeps():
-    """Whether a folder can be written, beside the package or of the user; numba refuses if not."""
+    """Return True if numba finds a folder for its cache: beside the package or in the home."""
     try:
         njit(cache=True)(_nothing)
     except RuntimeError:
@@ -51,12 +51,12 @@ def _keeps():
     return True
 
 
-# Whether numba can keep what it compiles for the next process.
+# True if numba can keep compiled code for the next process.
 CACHE = _keeps()
 event.register("numba:compile", _Compilations())
-# Sums may be made in any order, which is one order for a length: rows are summed in vectors.
+# Sums may be reordered, always in the same order for a length, so that they use vectors.
 SUMS = {"reassoc", "nsz", "contract"}
-# Options of a kernel: divisions by zero give what they give in torch, and other threads may run.
+# Options of every kernel: division by zero gives inf or NaN as in torch; the GIL is released.
 KERNEL = {"cache": CACHE, "nogil": True, "error_model": "numpy"}
 
 
@@ -78,37 +78,37 @@ _to_f32 = _pointer_to(types.float32)
 
 @njit(inline="always")
 def u8_at(place, count):
-    """Bytes from an address on."""
+    """View ``count`` bytes at an address."""
     return carray(_to_u8(place), (count,))
 
 
 @njit(inline="always")
 def u16_at(place, count):
-    """Bits of bfloat16 numbers from an address on."""
+    """View ``count`` bfloat16 numbers at an address as their bits, uint16."""
     return carray(_to_u16(place), (count,))
 
 
 @njit(inline="always")
 def i32_at(place, count):
-    """Integers of 32 bits from an address on."""
+    """View ``count`` 32-bit integers at an address."""
     return carray(_to_i32(place), (count,))
 
 
 @njit(inline="always")
 def i64_at(place, count):
-    """Integers of 64 bits from an address on."""
+    """View ``count`` 64-bit integers at an address."""
     return carray(_to_i64(place), (count,))
 
 
 @njit(inline="always")
 def f32_at(place, count):
-    """Float32 numbers from an address on."""
+    """View ``count`` float32 numbers at an address."""
     return carray(_to_f32(place), (count,))
 
 
 @intrinsic
 def float_of(context, bits):
-    """The float32 of 32 bits."""
+    """Reinterpret 32 bits as a float32."""
 
     def emit(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
@@ -118,7 +118,7 @@ def float_of(context, bits):
 
 @intrinsic
 def bits_of(context, value):
-    """The 32 bits of a float32."""
+    """Reinterpret a float32 as its 32 bits."""
 
     def emit(context, builder, signature, args):
         return builder.bitcast(args[0], ir.IntType(32))
@@ -128,13 +128,13 @@ def bits_of(context, value):
 
 @njit(inline="always")
 def from_bf16(bits):
-    """The float32 of bfloat16's bits."""
+    """Convert bfloat16 bits to float32."""
     return float_of(np.uint32(bits) << np.uint32(16))
 
 
 @njit(inline="always")
 def to_bf16(value):
-    """Bfloat16's bits of a float32, rounded to nearest, ties to even."""
+    """Round a float32 to bfloat16 bits, to nearest, ties to even."""
     bits = bits_of(np.float32(value))
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
@@ -144,21 +144,21 @@ def to_bf16(value):
 
 @njit(cache=CACHE)
 def widen(bits, out):
-    """Bfloat16 bits to float32."""
+    """Convert bfloat16 bits to float32, element by element."""
     for i in range(len(out)):
         out[i] = from_bf16(bits[i])
 
 
 @njit(cache=CACHE)
 def narrow(values, bits):
-    """Float32 to bfloat16 bits."""
+    """Round float32 numbers to bfloat16 bits, element by element."""
     for i in range(len(bits)):
         bits[i] = to_bf16(values[i])
 
 
 @njit(cache=CACHE, fastmath=SUMS)
 def dot_bf16(bits, x):
-    """Sum of products of bfloat16 bits and float32 numbers."""
+    """Sum the products of bfloat16 bits and float32 numbers."""
     total = np.float32(0)
     for i in range(len(x)):
         total += from_bf16(bits[i]) * x[i]
@@ -167,7 +167,7 @@ def dot_bf16(bits, x):
 
 @njit(cache=CACHE, fastmath=SUMS)
 def dot(row, x):
-    """Sum of products of float32 numbers."""
+    """Sum the products of two vectors of float32 numbers."""
     total = np.float32(0)
     for i in range(len(x)):
         total += row[i] * x[i]
@@ -176,7 +176,7 @@ def dot(row, x):
 
 @njit(cache=CACHE)
 def gemv_bf16(weight, rows, x, out):
-    """Products ``out[r] = weight[r] . x`` of a bfloat16 weight [rows, K] at an address."""
+    """Compute ``out[r] = weight[r] . x`` with a bfloat16 weight [rows, K] at an address."""
     width = len(x)
     for row in range(rows):
         out[row] = dot_bf16(u16_at(weight + 2 * row * width, width), x)
@@ -184,7 +184,7 @@ def gemv_bf16(weight, rows, x, out):
 
 @njit(cache=CACHE)
 def gemv_f32(weight, rows, x, out):
-    """``gemv_bf16`` of a float32 weight."""
+    """Compute ``out[r] = weight[r] . x`` with a float32 weight [rows, K] at an address."""
     width = len(x)
     for row in range(rows):
         out[row] = dot(f32_at(weight + 4 * row * width, width), x)
@@ -192,19 +192,19 @@ def gemv_f32(weight, rows, x, out):
 
 @njit(cache=CACHE, error_model="numpy")
 def inverse_rms(x, eps):
-    """``1 / sqrt(mean(x^2) + eps)`` of float32 numbers."""
+    """Return ``1 / sqrt(mean(x^2) + eps)`` of float32 numbers."""
     return np.float32(1) / np.sqrt(dot(x, x) / np.float32(len(x)) + np.float32(eps))
 
 
 @njit(cache=CACHE)
 def rope_row(x, table, pairs, sign):
-    """Rotate the last ``2 * pairs`` of x in place.
+    """Rotate the last ``2 * pairs`` channels of x in place.
 
     Args:
-        x: float32 [D].
-        table: address of the position's float32 row, cosines and then sines.
-        pairs: half of the row.
-        sign: -1 rotates backwards.
+        x: one row of channels, float32 [D], changed in place.
+        table: address of the position's float32 table row, cosines then sines.
+        pairs: number of channel pairs that rotate, half the table row's length.
+        sign: 1 to rotate forwards, -1 to rotate backwards.
     """
     row = f32_at(table, 2 * pairs)
     first = len(x) - 2 * pairs
@@ -217,13 +217,13 @@ def rope_row(x, table, pairs, sign):
 
 @njit(cache=CACHE)
 def table_row(table, rows, width, position):
-    """Address of a float32 table's row for a position, which is clamped to the table."""
+    """Return the address of a position's row in a float32 table; positions are clamped to it."""
     return table + 4 * width * min(max(position, 0), rows - 1)
 
 
 @njit(cache=CACHE)
 def widen_fp8_block(codes, exponent, out):
-    """E4m3 codes times a power of two, given as a ue8m0 byte, to float32; exact, NaN included."""
+    """Decode e4m3 codes times 2^(exponent - 127) to float32, exactly and with NaN."""
     bits = np.uint32(exponent) << np.uint32(23)
     if exponent == 0:
         bits = np.uint32(0x00400000)

@@ -1,4 +1,4 @@
-"""The check of an argument that is a paged cache."""
+"""Check of an argument that must be a paged cache."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def check_cache(
     channels: int,
     device: torch.device,
 ) -> PageLayout:
-    """Require that ``cache`` is a cache of that layout, with rows of ``channels``, on ``device``.
+    """Require that ``cache`` is a cache of a layout and width, on ``device``.
 
     Args:
-        operation: for the message.
-        name: of the argument, for the message.
-        cache: [P, B, row] or [P, B, 1, row].
-        layout_id: explicit layout.
-        channels: width of the rows that the caller reads or writes.
-        device: where the other tensors are.
+        operation: name of the operation, for error messages.
+        name: name of the argument, for error messages.
+        cache: value of the argument, [P, B, row] or [P, B, 1, row] of the layout's dtype.
+        layout_id: identifier of the layout, as ``get_layout`` takes it.
+        channels: channels of the rows that the caller reads or writes.
+        device: device of the other tensors.
 
     Returns:
-        The layout.
+        The layout with that identifier.
 
     Raises:
-        TypeError: the cache is not a tensor of the layout's dtype.
-        ValueError: unknown layout, another shape, other strides, or another device.
+        TypeError: if the cache is not a tensor of the layout's dtype.
+        ValueError: if the layout is unknown, or shape, strides or device are wrong.
     """
     layout = get_layout(layout_id)
     if not isinstance(cache, Tensor):

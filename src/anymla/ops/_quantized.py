@@ -1,4 +1,4 @@
-"""Results that an operation also gives quantised: what all such contracts and backends share."""
+"""Checks and helpers of operations whose results can also be returned quantised."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from anymla.formats.fp8_block import FP8_BLOCK, quantize_fp8_rows
 from anymla.ops._check import check, require
 from anymla.ops.device import Support
 
-# What shares a scale in DeepSeek-V4 and V4.1.
+# Channels that share a scale in DeepSeek-V4 and in V4.1.
 QUANT_BLOCKS = (FP8_BLOCK, 32)
 
 
 def in_blocks_of(
     sizes: tuple[int, ...], supports: Callable[..., Support], *, told: bool = False
 ) -> Callable[..., Support]:
-    """``supports`` of a kernel that knows these sizes, for operations that are told one.
+    """Restrict ``supports`` of a kernel to calls whose ``quant_block`` is one of ``sizes``.
 
-    ``told``: it takes the size as well.
+    With ``told``, ``supports`` also gets the ``quant_block``.
     """
 
     def answer(*args: Any, quant_block: int = FP8_BLOCK, **kwargs: Any) -> Support:
@@ -35,15 +35,16 @@ def in_blocks_of(
 
 
 def in_blocks_of_128(supports: Callable[..., Support]) -> Callable[..., Support]:
-    """``in_blocks_of`` DeepSeek-V4's alone."""
+    """Restrict ``supports`` to quant blocks of 128 channels, DeepSeek-V4's."""
     return in_blocks_of((FP8_BLOCK,), supports)
 
 
 def check_codes(name: str, x: Tensor, codes: Tensor | None, code_scales: Tensor | None) -> None:
-    """Check memory for the quantised rows of x [T, K]; see ``formats.quantized_rows``.
+    """Check the buffers for quantised rows of x [T, K]; see ``formats.quantized_rows``.
 
     Raises:
-        TypeError, ValueError: one without the other, or wrong dtype, shape, strides or device.
+        TypeError, ValueError: if one is given without the other, or dtype, shape, strides or device
+            is wrong.
     """
     if codes is None and code_scales is None:
         return
@@ -62,7 +63,7 @@ def check_codes(name: str, x: Tensor, codes: Tensor | None, code_scales: Tensor 
 
 
 def fill_codes(x: Tensor, codes: Tensor | None, code_scales: Tensor | None) -> None:
-    """Quantise x [T, K] into the first T rows of both, where they are given."""
+    """Quantise x [T, K] into the first T rows of both buffers, if they are given."""
     if codes is None or code_scales is None:
         return
     found, scales = quantize_fp8_rows(x)

@@ -1,4 +1,4 @@
-"""Formulas that the references of several families are made of, in plain torch."""
+"""Formulas in plain torch that the references of several families share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anymla.formats.pages import pages_of
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """See ``norm_rope.rms_norm``; ``weight=None`` leaves the weight out."""
+    """Reference of ``norm_rope.rms_norm``; ``weight=None`` leaves the weight out."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
-    """See ``norm_rope.rope``."""
+    """Reference of ``norm_rope.rope``; see its contract."""
     wide = torch.promote_types(x.dtype, torch.float32)
     rope_dim = cos_sin_cache.shape[1]
     known = positions.clamp(0, len(cos_sin_cache) - 1)
@@ -37,7 +37,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
 def quantize_and_insert_k_cache(
     k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str = MAIN_FP8
 ) -> None:
-    """See ``kv_cache.quantize_and_insert_k_cache``."""
+    """Reference of ``kv_cache.quantize_and_insert_k_cache``; see its contract."""
     row_layout, cache = get_layout(layout), pages_of(k_cache)
     pages, entries = cache.shape[:2]
     data_plane, scale_plane = row_layout.planes(cache)
@@ -54,10 +54,10 @@ def quantize_and_insert_k_cache(
 def attend(
     q: Tensor, rows: Tensor, sink: Tensor | None, scale: float | None, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token: q [H, D] over rows [n, D], all of them valid.
+    """Attend with one token's heads q [H, D] to rows [n, D], all of them valid.
 
     Returns:
-        out [H, value_dim], lse [H] and the largest score [H], in float32 or wider.
+        Output [H, value_dim], lse [H] and largest score [H], in float32 or wider.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = rows.to(wide)
@@ -74,7 +74,7 @@ def attend(
 def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
-    """See ``linear.inverse_rope_fp8_quant``."""
+    """Reference of ``linear.inverse_rope_fp8_quant``; see its contract."""
     wide = o.to(torch.promote_types(o.dtype, torch.float32))
     rotated = rope(wide, positions, cos_sin_cache, inverse=True)
     width = o.shape[1] // n_groups * o.shape[2]

@@ -1,4 +1,4 @@
-"""RMS norms and RoPE in torch; a rotation is a product of complex numbers even + i * odd."""
+"""RMS norms and RoPE in torch; a pair of channels rotates as the complex number even + i * odd."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from anymla.formats.fp8_block import HEAD_AMAX_FLOOR, quantize_fp8_rows
 from anymla.ops import _host
 
-# Elements in flight on the host: 1 MiB of float32, which a core's own cache holds.
+# Elements processed at a time on the host: 1 MiB of float32, which fits in a core's own cache.
 BLOCK_ELEMENTS = 1 << 18
-# Up to so many tokens NumPy reads the table in a third of torch's time. Nothing is kept: a table
-# can be written without torch's counting it, and remembering saves a microsecond or two.
+# Up to this many tokens, NumPy reads the table in a third of torch's time. Nothing is cached: a
+# table can change without torch's version counter, and caching saves only a microsecond or two.
 _MOST_NUMPY_TOKENS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``norm_rope.rms_norm``."""
+    """Backend of ``norm_rope.rms_norm`` in torch; see its contract."""
     width = x.shape[-1]
     if x.numel() <= BLOCK_ELEMENTS or not _host.on_host(x):
         return _rms_norm(x, weight, eps)
@@ -42,14 +42,14 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_heads(q: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """Norm every head [T, H, D] without a weight, in ``dtype``; contiguous and freshly made."""
+    """Norm every head of q [T, H, D] without a weight, as a new contiguous tensor of ``dtype``."""
     if not _host.on_host(q):
         return F.rms_norm(q.to(dtype), (q.shape[-1],), None, eps)
     return torch.mul(q.contiguous(), inverse_rms(q, dtype, eps))
 
 
 def inverse_rms(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """``1 / sqrt(mean(x^2) + eps)`` of rows [..., D] as [..., 1], computed in ``dtype``."""
+    """Return ``1 / sqrt(mean(x^2) + eps)`` of rows [..., D] as [..., 1], computed in ``dtype``."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     floor = _constant(eps, dtype, x.device)
     return torch.addcmul(floor, norms, norms, value=1 / x.shape[-1]).rsqrt_()
@@ -61,7 +61,7 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
-    """See ``norm_rope.rope``."""
+    """Backend of ``norm_rope.rope`` in torch; see its contract."""
     wide = torch.promote_types(x.dtype, torch.float32)
     tail = x[..., -cos_sin_cache.shape[1] :]
     rotated = tail.to(wide, copy=True, memory_format=torch.contiguous_format)
@@ -74,16 +74,16 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
 def freqs_cis(
     positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, *, inverse: bool = False
 ) -> Tensor:
-    """Complex numbers ``cos + i sin`` of the pairs of each token.
+    """Return ``cos + i sin`` of every channel pair of each token.
 
     Args:
-        positions: [T] int64; read clamped to the table.
-        cos_sin_cache: [L, rope_dim], L >= 1.
-        dtype: float32 or float64, precision of the result.
-        inverse: ``cos - i sin``, the inverse rotation.
+        positions: positions of the tokens, [T] int64; clamped to the table.
+        cos_sin_cache: cosines then sines by position, [L, rope_dim], L >= 1.
+        dtype: precision of the result, float32 or float64.
+        inverse: True for ``cos - i sin``, the inverse rotation.
 
     Returns:
-        [T, rope_dim / 2] complex.
+        Complex factors of all pairs, [T, rope_dim / 2].
     """
     if positions.shape[0] > _MOST_NUMPY_TOKENS or not _host.on_host(positions):
         return _freqs_cis(positions, cos_sin_cache, dtype, inverse)
@@ -104,11 +104,11 @@ def rotate_(x: Tensor, cis: Tensor) -> Tensor:
     """Rotate the last ``2 * cis.shape[1]`` channels of x in place.
 
     Args:
-        x: [T, ..., D] contiguous, of the precision of ``cis``, D even.
-        cis: [T, rope_dim / 2] complex, from ``freqs_cis``.
+        x: channels to rotate, [T, ..., D] contiguous, D even, of the precision of ``cis``.
+        cis: complex factors from ``freqs_cis``, [T, rope_dim / 2].
 
     Returns:
-        x.
+        The argument x, rotated in place.
     """
     if cis.shape[0] != 1:
         cis = cis.view(cis.shape[0], *(1,) * (x.ndim - 2), cis.shape[1])
@@ -119,7 +119,7 @@ def rotate_(x: Tensor, cis: Tensor) -> Tensor:
 def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
-    """See ``linear.inverse_rope_fp8_quant``."""
+    """Backend of ``linear.inverse_rope_fp8_quant`` in torch; see its contract."""
     tokens, heads, dim = o.shape
     wide = torch.promote_types(o.dtype, torch.float32)
     rotated = o.to(wide, copy=True, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Paged caches in torch: slots of entries, and rows read and written by slot."""
+"""Paged caches in torch: slots of entries, and reads and writes of rows by slot."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from anymla.formats.pages import PageLayout, pages_of
 from anymla.formats.torch_rows import decode_rows, encode_rows, write_row
 from anymla.ops import _host
 
-# Rows in flight on the CPU: the decoder's intermediates then stay in a core's own cache.
+# Rows decoded at a time on the CPU, so that intermediates stay in a core's own cache.
 _BLOCK_ROWS = 256
-# Up to so many rows are encoded one by one.
+# Up to this many rows are encoded one by one.
 _FEW_ROWS = 4
 
 
 def slots_of(entries: Tensor, requests: Tensor, block_table: Tensor, page_size: int) -> Tensor:
-    """Slots of entries of requests, -1 for what does not exist.
+    """Translate entries of requests to slots of the cache, -1 for entries that do not exist.
 
     Args:
-        entries: int64, any shape.
-        requests: integer, broadcastable to ``entries``.
-        block_table: [R, P] int32.
-        page_size: entries per page.
+        entries: indices of entries within their request, int64 of any shape.
+        requests: indices of the requests, integers that broadcast to ``entries``.
+        block_table: page ids of each request in order, [R, P] int32.
+        page_size: number of entries in a page.
 
     Returns:
-        int64, shape of ``entries``.
+        Slots, int64 of the shape of ``entries``.
     """
     rows, columns = block_table.shape
     if block_table.numel() == 0:
@@ -45,10 +45,10 @@ def read_rows(k_cache: Tensor, slots: Tensor, layout: str, out: Tensor) -> None:
     """Decode the rows at ``slots`` into ``out``; a slot outside the cache gives a zero row.
 
     Args:
-        k_cache: [P, B, row] or [P, B, 1, row].
-        slots: [n] integer, ``page * B + offset``.
-        layout: layout id of the cache.
-        out: [n, channels] floating point, rows may be strided; written.
+        k_cache: cache to read, [P, B, row] or [P, B, 1, row].
+        slots: slots to read, [n] integers, ``page * B + offset``.
+        layout: identifier of the cache's layout.
+        out: decoded rows, [n, channels] floating point, written; rows may be strided.
     """
     cache, row_layout = pages_of(k_cache), get_layout(layout)
     count, (pages, entries) = slots.shape[0], cache.shape[:2]
@@ -69,10 +69,10 @@ def write_rows(k_cache: Tensor, slots: Tensor, rows: Tensor, layout: str) -> Non
     """Encode rows and store them at ``slots``; slots outside the cache are skipped.
 
     Args:
-        k_cache: [P, B, row] or [P, B, 1, row]; written.
-        slots: [n] int64; those inside the cache are distinct.
-        rows: [n, channels] floating point.
-        layout: layout id of the cache.
+        k_cache: cache to write, [P, B, row] or [P, B, 1, row].
+        slots: slots to write, [n] int64; those inside the cache are distinct.
+        rows: rows to encode, [n, channels] floating point.
+        layout: identifier of the cache's layout.
     """
     cache, row_layout = pages_of(k_cache), get_layout(layout)
     if slots.shape[0] <= _FEW_ROWS and _host.on_host(slots):
@@ -92,37 +92,37 @@ def write_rows(k_cache: Tensor, slots: Tensor, rows: Tensor, layout: str) -> Non
 
 
 def read_entries(cache: Tensor, slots: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor | None]:
-    """Copy the bytes of entries.
+    """Copy the stored bytes of entries.
 
     Args:
-        cache: [P, B, row].
-        slots: [n] int64, all inside.
-        layout: of the cache.
+        cache: cache to read, [P, B, row].
+        slots: slots to read, [n] int64, all inside the cache.
+        layout: layout of the cache.
 
     Returns:
-        values uint8 [n, data_bytes] and scales uint8 [n, scale_bytes], None if there are none;
-        views of one tensor if entries are interleaved.
+        Values uint8 [n, data_bytes], and scales uint8 [n, scale_bytes] or None for a layout without
+        scales. Both are views of one tensor if the layout is interleaved.
     """
     planes = _dense_planes(layout, cache)
     return _values_and_scales(layout, [gather_entries(plane, slots) for plane in planes])
 
 
 def _dense_planes(layout: PageLayout, cache: Tensor) -> list[Tensor]:
-    """Views [P, B, n] of a cache in which the entries of a page are contiguous."""
+    """Return views [P, B, n] of a cache in which the entries of a page are contiguous."""
     if layout.interleaved:
         return [cache]
     return [plane for plane in layout.planes(cache) if plane is not None]
 
 
 def _values_and_scales(layout: PageLayout, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Entries out of ``_dense_planes`` as values and scales."""
+    """Split entries, gathered from ``_dense_planes``, into values and scales."""
     if layout.interleaved:
         return parts[0][:, : layout.data_bytes], parts[0][:, layout.data_bytes :]
     return parts[0], parts[1] if len(parts) > 1 else None
 
 
 def _write_one(layout: PageLayout, cache: Tensor, slot: int, row: Tensor) -> None:
-    """Encode one row [1, channels] right into its entry."""
+    """Encode one row [1, channels] directly into its entry; a slot outside is skipped."""
     pages, entries = cache.shape[:2]
     if not 0 <= slot < pages * entries:
         return
@@ -144,7 +144,7 @@ def _write_one(layout: PageLayout, cache: Tensor, slot: int, row: Tensor) -> Non
 
 
 def slots_inside(slots: Tensor, capacity: int) -> Tensor | None:
-    """Mask [n] of the slots in 0 .. capacity - 1, or None if it is known that all are."""
+    """Return a mask [n] of slots in 0 .. capacity - 1, or None if all are known to be inside."""
     if _host.on_host(slots):
         if not slots.numel():
             return None
@@ -155,19 +155,20 @@ def slots_inside(slots: Tensor, capacity: int) -> Tensor | None:
 
 
 def writable(slots: Tensor, rows: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Restrict a write to the slots inside the cache.
+    """Restrict a write to the slots that are inside the cache.
 
-    On the host the others are dropped. Elsewhere their number is unknown, so they repeat the first
-    one inside: storing the same row twice changes nothing.
+    On the host, other slots are dropped. On a device, how many there are is unknown, so they are
+    replaced by the first slot inside: storing the same row twice changes nothing.
 
     Args:
-        slots: [n] int64.
-        rows: [n, ...].
+        slots: slots to write, [n] int64.
+        rows: one row for each slot, [n, ...].
         capacity: number of slots of the cache.
 
     Returns:
-        slots [m] inside the cache, their rows [m, ...], and a bool scalar tensor that is true if no
-        slot was inside (the write must then store what is there already), None if known false.
+        Slots [m] inside the cache, their rows [m, ...], and a bool scalar tensor that is true if no
+        slot was inside, in which case the write must store what is there already. The scalar is
+        None where some slot is known to be inside, or nothing is left to write.
     """
     if not capacity:
         return slots[:0], rows[:0], None
@@ -187,11 +188,11 @@ def gather_entries(plane: Tensor, slots: Tensor) -> Tensor:
     """Copy entries out of a plane.
 
     Args:
-        plane: [P, B, n] with inner strides (n, 1) and any page stride.
-        slots: [m] int64, all inside.
+        plane: entries of all pages, [P, B, n] with inner strides (n, 1) and any page stride.
+        slots: slots to read, [m] int64, all inside the plane.
 
     Returns:
-        [m, n] contiguous.
+        Copied entries, [m, n] contiguous.
     """
     units, index = _units(plane, slots)
     return units.index_select(0, index).view(slots.shape[0], plane.shape[2])
@@ -200,13 +201,13 @@ def gather_entries(plane: Tensor, slots: Tensor) -> Tensor:
 def scatter_entries(
     plane: Tensor, slots: Tensor, values: Tensor, *, unless: Tensor | None = None
 ) -> None:
-    """Copy entries [m, n] into a plane at ``slots`` [m], all inside, equal slots with equal values.
+    """Copy entries [m, n] into a plane at slots [m], all inside; equal slots need equal entries.
 
-    ``unless`` (bool scalar tensor) makes the call store what is there already.
+    Where ``unless``, a bool scalar tensor, is true, the plane keeps its contents.
     """
     units, index = _units(plane, slots)
     values = values.view(-1, units.shape[1])
-    # torch copies element by element here, so make the elements as wide as they can be.
+    # torch copies element by element here, so the elements are made as wide as possible.
     if units.dtype is torch.uint8:
         word = math.gcd(units.shape[1], units.storage_offset(), 8)
         dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]
@@ -217,10 +218,10 @@ def scatter_entries(
 
 
 def _units(plane: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """View a plane as one column of equally long units, and list the units of each slot.
+    """View a plane as one column of equally long units, and list the units of every slot.
 
-    The unit is the longest that divides both an entry and the page stride. Layouts align pages so
-    that it is the whole entry, or a large part of it.
+    A unit is the longest run of elements that divides both an entry and the page stride. Layouts
+    align pages such that it is a whole entry or a large part of one.
     """
     pages, entries, width = plane.shape
     unit = math.gcd(width, plane.stride(0)) if pages > 1 else width

@@ -1,8 +1,8 @@
-"""Inverse RoPE and FP8 quantisation of heads in Triton: inside a kernel, and as one of its own.
+"""Triton device function and kernel that rotate heads back and quantise them to FP8.
 
-store_quantized                 finished heads of a kernel, before they leave it
-inverse_rope_quantize_kernel    heads in memory; grid: (blocks of heads, quant blocks of a head),
-so that only the CTAs of rotated channels read angles
+store_quantized                 a kernel's finished heads, before they are stored
+inverse_rope_quantize_kernel    heads in memory; grid: (blocks of heads, quant blocks of a head), so
+that only the CTAs of rotated channels read angles
 """
 
 # mypy: ignore-errors
@@ -25,10 +25,10 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _FLOOR = tl.constexpr(HEAD_AMAX_FLOOR)
-# Heads of a CTA of the kernel: 16 values a thread, or 4 for latency.
+# Heads of a kernel's CTA: 16 values a thread, or 4 for low latency.
 _ROWS = 16
 _FEW_ROWS = 4
-# Up to here there are too few heads for more than that to be worth it.
+# Number of heads up to which a CTA has _FEW_ROWS of them.
 _FEW_HEADS = 1024
 
 
@@ -176,7 +176,7 @@ def inverse_rope_quantize_kernel(
 
 
 def inverse_rope_quantize(o: Tensor, to: QuantizedOut) -> None:
-    """Launch: rotate the heads o [T, H, D] back and quantise them."""
+    """Launch the kernel that rotates heads o [T, H, D] back and quantises them into ``to``."""
     tokens, heads, d = o.shape
     if not o.numel():
         return
@@ -210,13 +210,13 @@ def _inverse_rope(
 def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
-    """See ``linear.inverse_rope_fp8_quant``."""
+    """Backend of ``linear.inverse_rope_fp8_quant`` in Triton; see its contract."""
     to = QuantizedOut.allocate(o, positions, cos_sin_cache, target_of(o.device).native_e4m3)
     inverse_rope_quantize(o, to)
     return to.results(n_groups)
 
 
 def _aligned(o: Tensor) -> Tensor:
-    """Contiguous, and pairs of channels where they can be loaded as one."""
+    """Return o contiguous with an even storage offset, so that pairs of channels load as one."""
     o = o.contiguous()
     return o if o.storage_offset() % 2 == 0 else o.clone()

@@ -1,16 +1,16 @@
-"""Tiles of a GEMM with a stored weight, decoded inside the kernel: Triton's device functions.
+"""Triton device functions for tiles of a GEMM whose stored weight is decoded in the kernel.
 
 gemm_tile               activations [m, K] . decode(w [n, K])^T -> [m, n]
 gemm_tile_swap_ab       decode(w [n, K]) . x [m, K]^T -> [n, m], for few tokens
 operand_rows_kernel     activations in memory -> operands of ``gemm_tile_swap_ab``; grid: blocks of
                         quant blocks of QUANT channels, of which a row of K channels has K / QUANT
 
-QUANT rows and columns of an FP8 weight share a scale, and as many channels of activations: 128 in
-DeepSeek-V4, 32 in V4.1.
+QUANT rows and columns of an FP8 weight share a scale, and so do QUANT channels of activations: 128
+in DeepSeek-V4, 32 in V4.1.
 
-Nothing is rounded on the way: operands are of a dtype that holds every decoded value, products add
-up in float32, and what the operands do not hold is a factor in float32: the scale of a weight's
-block, of a quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`` takes
+Decoding loses nothing: operands have a dtype that holds every decoded value, products accumulate in
+float32, and scales that the operands cannot hold become float32 factors: of a weight's block, of a
+quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`` takes
 
     weight   operand with bfloat16 / float16 / float32 / e4m3 activations   factor
     plain    theirs if the weight has it too, else float32                  -
@@ -18,13 +18,13 @@ block, of a quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`
     mxfp4    bfloat16 (float16 as two of them) / float32 / bfloat16         -
     nvfp4    bfloat16 / float16 / float32                                   the tensor's
 
-(On Arc A every operand is float32.)
+(On Arc A, every operand is float32.)
 
-With swapped operands the weight's rows are those of the matrix instruction, which has many, and
-tokens its columns, of which it may have 8. Packed e2m1 is read as int32 and goes from registers
-into the instruction (``formats.triton_words``); for that its activations come in the order of the
-decoded values. Products are exact and add up in float32, except that Hopper's e4m3 instructions
-keep 13 bits below the largest of 32 products:
+With swapped operands, the weight's rows are the rows of the matrix instruction, which has many, and
+tokens are its columns, of which it may have as few as 8. Packed e2m1 is read as int32 and goes from
+registers into the instruction (``formats.triton_words``), so the activations are stored in the
+order of the decoded values. Products are exact and accumulate in float32, except that Hopper's e4m3
+instructions keep 13 bits below the largest of 32 products:
 
     weight   operands            scale of the weight      scale of the activations
     mxfp4    e4m3 or float16     rows, every 32 channels  tokens, every QUANT channels
@@ -65,7 +65,7 @@ from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Operands' dtypes in kernels.
+# Triton's names of the operands' dtypes.
 TL_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -75,15 +75,15 @@ TL_DTYPES = {
 
 
 class ActivationRows(NamedTuple):
-    """Rows of activations that a tile multiplies.
+    """Rows of activations to multiply in a tile.
 
     Attributes:
-        x: the activations, or their e4m3 codes.
-        scales: float32 scales of the codes' quant blocks, or None.
-        row: int64 [m].
-        inside: bool [m], rows to read.
-        stride: elements from a row of x to the next.
-        scale_stride: likewise of the scales.
+        x: pointer to the activations, or to their e4m3 codes.
+        scales: pointer to float32 scales of the codes' quant blocks, or None.
+        row: numbers of the rows to read, int64 [m].
+        inside: mask of the rows that exist, bool [m].
+        stride: elements between two rows of x.
+        scale_stride: elements between two rows of scales.
     """
 
     x: Any
@@ -95,13 +95,13 @@ class ActivationRows(NamedTuple):
 
 
 class WeightRows(NamedTuple):
-    """Rows of a stored weight that a tile multiplies.
+    """Rows of a stored weight to multiply in a tile.
 
     Attributes:
-        w: the weight.
-        scales: its scales, or None.
-        row: int64 [n].
-        inside: bool [n], rows to read.
+        w: pointer to the stored weight.
+        scales: pointer to the weight's scales, or None.
+        row: numbers of the rows to read, int64 [n].
+        inside: mask of the rows that exist, bool [n].
     """
 
     w: Any
@@ -525,20 +525,20 @@ def operand_rows_kernel(
 def operand_rows(
     x: Tensor, operand: torch.dtype, *, weight_format: str, quantize: bool, block: int = FP8_BLOCK
 ) -> tuple[Tensor, Tensor | None]:
-    """Operands of contiguous x [T, K], K a multiple of 128, in scratch memory.
+    """Convert contiguous x [T, K], K a multiple of 128, to operands in scratch memory.
 
-    Codes become e4m3 or, where products of e4m3 are no instructions, the same numbers in float16.
-    Without scales operands are bfloat16: what the codes stand for, or the values themselves.
+    Quantised values become e4m3 or, where there is no matrix instruction for e4m3, the same numbers
+    in float16. bfloat16 operands have no scales: they are the decoded values, or x itself.
 
     Args:
-        x: bfloat16, or any 16 or 32 bits if quantised.
-        operand: float8_e4m3fn, float16 or bfloat16.
-        weight_format: "mxfp4" or "fp8", what they meet.
-        quantize: to e4m3 in quant blocks; always with float8_e4m3fn and float16.
-        block: channels of a quant block, 128 or 32.
+        x: activations [T, K], bfloat16, or any 16-bit or 32-bit float if quantised.
+        operand: dtype of the operands, float8_e4m3fn, float16 or bfloat16.
+        weight_format: format of the weight that the operands multiply, "mxfp4" or "fp8".
+        quantize: True to quantise to e4m3 first; must be True for float8_e4m3fn and float16.
+        block: number of channels of a quant block, 128 or 32.
 
     Returns:
-        The operands (e4m3 as uint8) and float32 scales [T, K / block], none with bfloat16.
+        Operands [T, K] (e4m3 as uint8) and float32 scales [T, K / block], None for bfloat16.
     """
     rows, width = x.shape
     row_blocks = width // block

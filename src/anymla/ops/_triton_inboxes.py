@@ -1,4 +1,4 @@
-"""The exchange of words through the ranks' inboxes, for kernels to call; see ``_inboxes``."""
+"""Triton device functions that exchange words through the ranks' inboxes; see ``_inboxes``."""
 
 from __future__ import annotations
 

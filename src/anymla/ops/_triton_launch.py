@@ -1,9 +1,9 @@
-"""Launches of which only the tensors change.
+"""Prepared launches: repeated launches of a Triton kernel in which only the tensors change.
 
-``kernel[grid](...)`` finds compiled code by every argument, constant and option, each time: 14 to
-30 us of the host's on a CPU of 2023, where CUDA's driver needs 4. Layers of a step launch the same
-kernels with the same numbers, so a launcher prepares a launch once for what it depends on, keeps
-it, and calls it with tensors:
+``kernel[grid](...)`` looks the compiled code up by every argument, constant and option at each
+launch, which takes the host 14 to 30 us on a CPU of 2023, whereas CUDA's driver needs 4. A step's
+layers launch the same kernels with the same numbers. So a launcher prepares a launch once for what
+it depends on, keeps it, and calls it with tensors:
 
     @functools.lru_cache(LAUNCHES)
     def _scaling(count: int, device: torch.device) -> PreparedLaunch:
@@ -12,12 +12,12 @@ it, and calls it with tensors:
 
     _scaling(x.numel(), x.device)(x, out)
 
-The first launch goes through Triton. Its compiled kernel serves later ones of tensors with the same
-dtypes and alignments: what Triton's own look-up depends on where numbers and constants are the
-same. ``kernel.run`` of Triton 3.6 to 3.9 takes a grid, a stream, and what their
-``CompiledKernel.__getitem__`` hands to it, which is what is done here. Everything else goes through
-Triton each time: another version, another vendor's driver, a profiler's hook, a replaced
-``JITFunction.run``, the interpreter.
+The first launch goes through Triton. Its compiled kernel is reused for tensors of the same dtypes
+and alignments, which is what Triton's look-up depends on if numbers and constants are the same. In
+Triton 3.6 to 3.9, ``kernel.run`` takes a grid, a stream, and what ``CompiledKernel.__getitem__``
+passes to it; this file passes the same. All other cases go through Triton each time: another
+version, another vendor's driver, a profiler's hook, a replaced ``JITFunction.run``, the
+interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from anymla.ops.device import INTERPRETED
 
-# Prepared launches that a launcher keeps: numbers of tokens, mostly.
+# Most prepared launches that a launcher keeps; they differ mostly in the number of tokens.
 LAUNCHES = 256
 
 _TRITONS = JITFunction.__module__
@@ -40,21 +40,21 @@ _KNOWN = (3, 6) <= _VERSION <= (3, 9) and not INTERPRETED
 
 
 def cdiv(a: int, b: int) -> int:
-    """ceil(a / b); Triton's own, which also runs inside kernels, takes the host 2 us."""
+    """Return ceil(a / b); Triton's own, which also works in kernels, takes the host 2 us."""
     return -(-a // b)
 
 
 class PreparedLaunch:
-    """A kernel with its grid, numbers, constants and options; tensors are given by each call."""
+    """Kernel with its grid, numbers, constants and options; each call gives it tensors."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **options: Any) -> None:
-        """Prepare; nothing is compiled.
+        """Store the launch's arguments; nothing is compiled.
 
         Args:
-            kernel: its parameters are tensors, then ``numbers``, then constants.
-            grid: CTAs.
-            numbers: parameters after the tensors, in their order.
-            options: constants, and options of the launch; not to be changed.
+            kernel: kernel whose parameters are tensors, then ``numbers``, then constants.
+            grid: number of CTAs in up to three dimensions.
+            numbers: values of the parameters after the tensors, in order.
+            options: constants and launch options, which must not be changed afterwards.
         """
         self._kernel, self._numbers, self._options = kernel, numbers, options
         self._grid = (*grid, 1, 1)[:3]
@@ -64,7 +64,8 @@ class PreparedLaunch:
         """Launch on the current device's current stream.
 
         Args:
-            tensors: tensors or descriptors of such; also None, and numbers among them.
+            tensors: tensors or descriptors of tensors, in order; None and numbers are allowed among
+                them.
         """
         if not _KNOWN or JITFunction.run.__module__ != _TRITONS or _has_hooks():
             self._launch(tensors)
@@ -86,25 +87,25 @@ class PreparedLaunch:
         return self._kernel[self._grid](*tensors, *self._numbers, **self._options)
 
     def _keep(self, key: tuple[Any, ...], tensors: int, compiled: Any) -> None:
-        # What other vendors' code depends on is more: AMD's on how large a tensor is.
+        # Code for other vendors depends on more: AMD's on the size of a tensor.
         if compiled is None or compiled.metadata.target.backend != "cuda":
             return
         parameters = [*self._kernel.signature.parameters.values()][tensors + len(self._numbers) :]
         constants = [self._options.get(each.name, each.default) for each in parameters]
         parts = compiled.run, compiled.function, compiled.packed_metadata
-        if len(self._compiled) >= LAUNCHES:  # numbers among tensors may be any
+        if len(self._compiled) >= LAUNCHES:  # numbers among the tensors may take many values
             self._compiled.clear()
         self._compiled[key] = (*parts, (*self._numbers, *constants))
 
 
 def _kind(x: Any) -> Any:
-    """What compiled code depends on of an argument that is no tensor."""
+    """Return the part of an argument that compiled code depends on, if it is not a tensor."""
     if x is None or isinstance(x, int | float):
         return x
     return x.base.dtype, tuple(x.block_shape), x.layout
 
 
 def _has_hooks() -> bool:
-    """Whether a profiler wants to see launches."""
-    runtime = triton.knobs.runtime  # Triton 3.3 has none, and is not known
+    """Return True if a profiler has hooked launches."""
+    runtime = triton.knobs.runtime  # Triton 3.3 has no knobs, and is not in _KNOWN
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -1,7 +1,7 @@
-"""RMS norms and RoPE of rows inside Triton kernels.
+"""Triton device functions for RMS norms and RoPE of rows.
 
-Channels (2i, 2i + 1) of a row are pair i; RoPE rotates the last pairs of a row. A tile holds
-PADDED channels, a power of two, of which the first WIDTH are the row.
+Channels (2i, 2i + 1) of a row form pair i; RoPE rotates a row's last pairs. A tile has PADDED
+channels, a power of two; its first WIDTH channels are the row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Quantise activations to e4m3 with a power-of-two scale for each quant block of 128 channels.
+"""Quantisation of activations to e4m3 with a power-of-two scale for each quant block.
 
-Device functions for kernels that have a row at hand, and a kernel for rows in memory, whose quant
-blocks are of WIDTH channels: 128, or 32. Its grid: blocks of quant blocks; a row of K channels has
-ceil(K / WIDTH) of them.
+Device functions for kernels that hold a row in registers, with quant blocks of 128 channels, and a
+kernel for rows in memory, with quant blocks of WIDTH channels: 128, 64 or 32. That kernel's grid is
+blocks of quant blocks; a row of K channels has ceil(K / WIDTH) of them.
 
     BLOCKS x WIDTH values -> BLOCKS x WIDTH codes, BLOCKS scales
 """
@@ -23,13 +23,13 @@ from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Quant blocks of a CTA: 16 to 32 values a thread.
+# Quant blocks of a CTA: each thread has 16 to 32 values.
 _BLOCKS = 16
 _FEW_BLOCKS = 4
 
 
 def blocks_of_cta(blocks: int, width: int = FP8_BLOCK) -> int:
-    """Quant blocks of a CTA, of so many in all of ``width`` channels."""
+    """Return how many of ``blocks`` quant blocks of ``width`` channels one CTA takes."""
     share = FP8_BLOCK // width
     return share * (_BLOCKS if blocks > 4096 * share else _FEW_BLOCKS)
 
@@ -121,11 +121,12 @@ def launch_quantize_rows(
     """Quantise contiguous x [T, K] into ``codes`` and ``scales``.
 
     Args:
-        x: the rows.
-        codes: uint8, at least T rows of K.
-        scales: float32, [T, ceil(K/block)], or with ``column`` [ceil(K/block), column].
-        column: distance of a row's scales; 0 for scales that are row-major.
-        block: channels that share a scale: 32, 64 or 128.
+        x: contiguous rows to quantise, [T, K].
+        codes: e4m3 codes to write, uint8, at least T rows of K.
+        scales: scales to write, float32 [T, ceil(K/block)], or with ``column`` [ceil(K/block),
+            column].
+        column: elements between a row's consecutive scales; 0 for row-major scales.
+        block: number of channels that share a scale: 32, 64 or 128.
     """
     rows, width = x.shape
     if not x.numel():
@@ -156,7 +157,7 @@ def _quantization(
 
 
 def quantize_rows(x: Tensor, block: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
-    """``formats.fp8_block.quantize_fp8_rows`` of contiguous x [T, K], in scratch memory."""
+    """Quantise contiguous x [T, K] as ``formats.quantize_fp8_rows`` does, into scratch memory."""
     rows, width = x.shape
     codes = scratch((rows, width), torch.uint8, x.device)
     scales = scratch((rows, cdiv(width, block)), torch.float32, x.device)
@@ -165,10 +166,10 @@ def quantize_rows(x: Tensor, block: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows_mn_major(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """As ``quantize_rows``, with MN-major scales.
+    """Quantise contiguous x [T, K] as ``quantize_rows`` does, with scales stored column by column.
 
-    There are rows up to a multiple of ``step``; those beyond x are anything. The scales
-    [rows, ceil(K/128)] have the rows last in memory.
+    The row count is rounded up to a multiple of ``step``; rows beyond x are uninitialised. Scales
+    [rows, ceil(K/128)] are MN-major: consecutive rows' scales are adjacent in memory.
     """
     rows, width = x.shape
     padded = cdiv(rows, step) * step

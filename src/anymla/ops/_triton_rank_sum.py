@@ -1,6 +1,6 @@
-"""Add all ranks' tensors in one kernel, each rank pushing its own to the others.
+"""Sum over all ranks' tensors in one kernel; each rank pushes its own tensor to the others.
 
-Grid: SLICE elements a CTA. A CTA waits for its slice of the other ranks' tensors only.
+Grid: SLICE elements for each CTA, which waits only for its slice of the other ranks' tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from anymla.ops._triton_inboxes import exchange, load_inboxes
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
-# Elements of a CTA: 16 bytes a thread of 16-bit elements.
+# Elements of a CTA, so that each thread moves 16 bytes of 16-bit elements, and its warps.
 SLICE, _WARPS = 1024, 4
 
 
@@ -59,17 +59,18 @@ def push_sum_kernel(
 
 
 def sum_over_ranks(partial: Tensor, inboxes: Inboxes) -> Tensor:
-    """Sum of all ranks' tensors, the same bits on all ranks.
+    """Return the sum of all ranks' tensors, the same bits on every rank.
 
-    Every rank calls it with a tensor of the same shape.
+    Every rank must call it with a tensor of the same shape.
 
     Args:
-        partial: contiguous float16, bfloat16 or float32, at most ``inboxes.capacity`` elements of
-            the inboxes' word size.
-        inboxes: the memory that the ranks share.
+        partial: this rank's tensor, contiguous float16, bfloat16 or float32, with at most
+            ``inboxes.capacity`` elements of the inboxes' word size.
+        inboxes: inboxes that all ranks share, as mapped by this rank.
 
     Returns:
-        A new tensor like ``partial``; sums are float32 and rounded once, NaN where a rank has NaN.
+        New tensor of ``partial``'s shape and dtype; sums are float32 and rounded once, and NaN
+        where a rank has NaN.
     """
     out = torch.empty_like(partial)
     launch = _sum(partial.numel(), partial.dtype, inboxes.size, inboxes.rank, inboxes.capacity,

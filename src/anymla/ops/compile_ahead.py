@@ -1,4 +1,4 @@
-"""Compiling Triton kernels in parallel, before they are needed."""
+"""Parallel compilation of Triton kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from anymla.ops.device import INTERPRETED, has_triton
 def compiled_together(
     threads: int | None = None, *, rank: int = 0, ranks: int = 1
 ) -> Iterator[bool]:
-    """Inside, launching a kernel only has it compiled; at the end all code is there.
+    """Compile the kernels launched inside the context instead of running them.
 
-    Most of the time goes to compiler passes and to the assembler, which run beside each other.
-    What kernels would have written is garbage, so nothing inside may depend on it.
+    At the end of the context all of them are compiled.
 
-    Processes that launch the same kernels share them out: each begins with its own, and finds most
-    of the others' in Triton's cache when it comes to them. None waits for another.
+    Most time goes to compiler passes and the assembler, which run in parallel. Kernels write
+    nothing, so their outputs are garbage and nothing inside the context may depend on them.
+
+    Processes that launch the same kernels share them: each compiles its own share first and finds
+    most others in Triton's cache later. No process waits for another.
 
     Args:
-        threads: compilations at a time; None for one a core.
-        rank: number of this process among those that launch the same kernels.
-        ranks: how many these are.
+        threads: number of compilations at a time; None for one per core.
+        rank: index of this process among those that launch the same kernels.
+        ranks: number of processes that launch the same kernels.
 
     Yields:
-        Whether kernels are compiled here; if not (no triton, or its interpreter), they run.
+        True if kernels are compiled; False if they run (without triton, or in its interpreter).
     """
     if not has_triton() or INTERPRETED:
         yield False
@@ -54,7 +56,7 @@ def compiled_together(
 
 
 class _Later(Future[Any]):
-    """A compilation that waits for its turn; who asks for its result before that does it."""
+    """Compilation that waits for its turn; the first caller of ``result`` runs it earlier."""
 
     def __init__(self, compile_kernel: Callable[[], Any]) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class _Later(Future[Any]):
 
 
 def _in_turn(pool: Executor, rank: int, ranks: int) -> Any:
-    """Triton's mode that compiles in a pool, this rank's kernels first, then the next one's."""
+    """Return Triton's compile mode that uses a pool: this rank's kernels first, then the next's."""
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
     class InTurn(AsyncCompileMode):  # type: ignore[misc]
@@ -99,6 +101,6 @@ def _in_turn(pool: Executor, rank: int, ranks: int) -> Any:
             try:
                 super().__exit__(*raised)
             finally:
-                active_mode.set(None)  # Triton may leave it set when a compilation fails
+                active_mode.set(None)  # Triton may leave it set after a failed compilation
 
     return InTurn()

@@ -1,4 +1,4 @@
-"""Lines on stderr about kernels that numba compiles: nobody should wait and not know why."""
+"""Messages on stderr about kernels that numba compiles, so that users know why they wait."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import sys
 
 from tqdm import tqdm
 
-# Seconds of compilation that need no explanation where no terminal watches.
+# Seconds of compilation that go unexplained if stderr is not a terminal.
 _PATIENCE = 3.0
 
 
 class Notice:
-    """Tells of compilations when they begin, and what they took when the caller's work is done.
+    """Announces compilations when they begin, and their time when the caller's work is done.
 
     Attributes:
-        patience: seconds of compilation before anything is said; without it at a terminal.
-        kernels: compiled since the last ``close``.
-        seconds: that they took.
+        patience: seconds of compilation before a message; ignored at a terminal.
+        kernels: number of kernels compiled since the last ``close``.
+        seconds: time of those compilations.
     """
 
     def __init__(self, patience: float = _PATIENCE) -> None:
@@ -26,26 +26,26 @@ class Notice:
         self._told = False
 
     def begin(self, kept: str) -> None:
-        """Say once that kernels are being compiled, if somebody may wonder.
+        """Announce once that kernels are being compiled, if the user may be waiting for it.
 
         Args:
-            kept: the folder that keeps them for the next process; "" if none does.
+            kept: folder that keeps the compiled kernels for later processes; "" if there is none.
         """
         if self._told or not (self._watched or self.seconds > self.patience):
             return
         self._told = True
         where = f"once, and kept in {kept}" if kept else "by every process: no cache can be written"
         if self._watched and sys.stdout is not None and sys.stdout.isatty():
-            print(flush=True)  # text may be streamed in this line
+            print(flush=True)  # a partial line of streamed text may be on the terminal
         self._say(f"compiling kernels for this CPU, which can take half a minute ({where})")
 
     def add(self, seconds: float) -> None:
-        """Count a kernel that has been compiled."""
+        """Count one compiled kernel and its seconds."""
         self.kernels += 1
         self.seconds += seconds
 
     def close(self) -> None:
-        """Say what compilations have taken, if that they began was said or would have been."""
+        """Report what compilations took, if they were announced or exceeded ``patience``."""
         if self.kernels and (self._told or self.seconds > self.patience):
             self._say(f"{self.kernels} kernels compiled in {self.seconds:.1f} s")
         self.kernels, self.seconds = 0, 0.0

@@ -1,4 +1,4 @@
-"""What a device offers to kernels, and whether Triton and Gluon kernels may run on it.
+"""Properties of devices that kernels depend on, and tests whether Triton and Gluon run there.
 
 Everything here works without triton installed; only ``pdl.py``, ``_gluon.py`` and the files named
 ``triton_*.py`` or ``gluon_*.py`` import it.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Triton decides at import whether kernels are interpreted, so this is read once as well.
+# Triton reads this once, at import, to decide whether kernels are interpreted; so does this.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _KIB = 1024
@@ -27,12 +27,12 @@ _KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Whether a backend can run a call, and if not, why.
+    """Answer of a backend that was asked if it can run a call.
 
     Attributes:
-        ok: it can.
-        reason: why not.
-        automatic: it may be chosen without having been named.
+        ok: True if the backend can run the call.
+        reason: explanation for an error message if ``ok`` is False, else "".
+        automatic: False if it may only run where it was named.
     """
 
     ok: bool
@@ -45,19 +45,19 @@ class Support:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU architecture as far as kernels and tiles depend on it.
+    """Properties of a GPU architecture that kernels and tiles depend on.
 
     Attributes:
-        name: "sm_90", "gfx942", "xpu_bmg", ...
-        backend: Triton's name of the vendor: "cuda", "hip" or "xpu".
-        warp_size: threads of a warp; kernels do not depend on it, building them does. Intel's
-            compiler makes it 16, or 8, where there are matrix products.
-        shared_bytes: shared memory that one CTA can have.
-        native_e4m3: whether conversions from and to OCP e4m3 are instructions, and shorter than
-            bits: 0 or 1; 2 if those to e4m3 saturate and make 0x7F of every NaN.
-        dot_e4m3: matrix products of OCP e4m3 operands are instructions.
-        sm_count: SMs (CUs, Xe cores): how many CTAs that fill one run at a
-            time. ``target_of`` has the device's own; in TARGETS it is a common product's.
+        name: name of the architecture: "sm_90", "gfx942", "xpu_bmg", ...
+        backend: Triton's name of the vendor, "cuda", "hip" or "xpu".
+        warp_size: number of threads of a warp, for building kernels; kernels do not depend on it.
+            Intel's compiler makes it 16, or 8 where there are matrix products.
+        shared_bytes: largest shared memory of one CTA, in bytes.
+        native_e4m3: 1 if conversions from and to OCP e4m3 are instructions that beat bit
+            manipulation, 2 if those to e4m3 also saturate and turn every NaN into 0x7F, else 0.
+        dot_e4m3: True if matrix products of OCP e4m3 operands are instructions.
+        sm_count: number of SMs (CUs, Xe cores), hence of CTAs that run at a time if each fills one.
+            ``target_of`` gives the device's own number, TARGETS that of a common product.
     """
 
     name: str
@@ -70,30 +70,31 @@ class Target:
 
     @property
     def narrow(self) -> bool:
-        """RDNA: warps of 32 threads, which keep everything in 256 registers."""
+        """True for RDNA: warps of 32 threads, which keep everything in 256 registers."""
         return self.backend == "hip" and self.warp_size == 32
 
     @property
     def intel(self) -> bool:
-        """Intel: threads have 256 registers at most; tiles are those that spill none of them."""
+        """True for Intel, whose threads have at most 256 registers; tiles must not spill."""
         return self.backend == "xpu"
 
     @property
     def arc_a(self) -> bool:
-        """Arc A: registers of 32 bytes, half of what Intel's others have.
+        """True for Arc A, whose registers of 32 bytes are half as wide as other Intel GPUs'.
 
-        Triton's compiler for XPU has no matrix instruction for it. Products are multiplications and
-        additions, before which a thread loads all channels of its operands. Those of bfloat16 lose
-        what float16 has no exponents for, so operands are float32 in their place (docs/intel.md).
+        Triton's compiler for XPU has no matrix instruction for it: a product becomes
+        multiplications and additions, before which a thread loads all channels of its operands.
+        Products of bfloat16 operands lose exponents that float16 does not have, so operands are
+        float32 instead (docs/intel.md).
         """
         return self.name == "xpu_dg2"
 
 
-# Shared memory: CUDA C++ programming guide (compute capabilities), AMD ISA documents (LDS).
-# sm_count: A100, A6000, L40, H100/H200, B200, RTX PRO 6000, GB10, MI300X, MI355X, 8060S, 9070 XT.
-# native_e4m3: by instruction counts of built kernels; gfx942 and RDNA convert faster by bits.
-# Intel: shared memory as OpenCL reports it; sm_count: one stack of a Max 1550, Arc A770, Arc B580,
-# Arc 140V, Arc B390; that of Crescent Island is not published, 32 stands for it.
+# Shared memory from the CUDA C++ programming guide (compute capabilities) and AMD's ISA manuals.
+# sm_count of A100, A6000, L40, H100/H200, B200, RTX PRO 6000, GB10, MI300X, MI355X, 8060S, 9070 XT.
+# native_e4m3 from instruction counts of built kernels; gfx942 and RDNA convert faster by bits.
+# Intel: shared memory as OpenCL reports it; sm_count of one stack of a Max 1550, Arc A770, Arc
+# B580, Arc 140V, Arc B390. Crescent Island's is not published; 32 is a placeholder.
 TARGETS = {
     target.name: target
     for target in (
@@ -116,17 +117,17 @@ TARGETS = {
         Target("xpu_cri", "xpu", 32, 128 * _KIB, False, False, 32),
     )
 }
-# An architecture that is not listed: no FP8 instructions, the smallest shared memory.
+# CUDA architecture that is not listed: no FP8 instructions, the smallest shared memory.
 UNKNOWN_CUDA = Target("cuda", "cuda", 32, 48 * _KIB, False, False)
 UNKNOWN_HIP = Target("hip", "hip", 64, 64 * _KIB, False, False)
 XPU = Target("xpu", "xpu", 32, 64 * _KIB, False, False)
-# The interpreter stands for the plainest machine.
+# The CPU interpreter counts as a machine without special instructions.
 CPU = Target("interpreter", "cpu", 32, 64 * _KIB, False, False)
 
 
 @functools.cache
 def target_of(device: torch.device) -> Target:
-    """The architecture of a device that Triton can run on, with the device's own number of SMs."""
+    """Return the architecture of a device, with its own number of SMs; ``CPU`` without a GPU."""
     if device.type == "xpu":
         return _xpu(torch.xpu.get_device_properties(device) if torch.xpu.is_available() else None)
     if device.type != "cuda":
@@ -151,7 +152,7 @@ def _architecture(properties: Any) -> Target:
     )
 
 
-# Architecture and release of an Intel GPU (ocloc lists them): the first two numbers of its version.
+# Names by the first two numbers, architecture and release, of an Intel GPU's version (see ocloc).
 _XPU_NAMES = {
     (12, 55): "xpu_dg2", (12, 56): "xpu_dg2", (12, 57): "xpu_dg2",
     (12, 60): "xpu_pvc", (12, 61): "xpu_pvc",
@@ -161,8 +162,8 @@ _XPU_NAMES = {
 
 
 def _xpu(properties: Any) -> Target:
-    """From torch's properties of a device, or None where there is none."""
-    # SYCL's number of an architecture: 10 bits of architecture, 8 of release, 14 of revision.
+    """Return the target of an Intel GPU from torch's device properties; a default for None."""
+    # SYCL packs the version as 10 bits of architecture, 8 of release and 14 of revision.
     version = int(getattr(properties, "architecture", 0))
     name = _XPU_NAMES.get((version >> 22, version >> 14 & 0xFF), "")
     sm_count = int(getattr(properties, "gpu_subslice_count", 64))
@@ -170,12 +171,12 @@ def _xpu(properties: Any) -> Target:
 
 
 def far_reaching(x: Tensor) -> Tensor:
-    """Return ``x`` for a kernel that makes addresses outside of its storage, or before it.
+    """Return a view of ``x`` from which an AMD kernel may compute addresses outside its storage.
 
-    Also for a tensor that a kernel chooses instead of another one. Triton for AMD reads a tensor
-    whose storage is below 2 GiB by offsets of 32 bits from its address, and gives zeros for any
-    other offset; 3.7 does not compile a choice between two of which one is so small, nor between
-    blocks of addresses of two small ones. It asks a tensor for its ``ptr_range`` first.
+    Triton for AMD addresses a tensor whose storage is below 2 GiB by 32-bit offsets, and any other
+    offset reads zeros. Triton 3.7 also fails to compile a choice between two tensors, or two blocks
+    of addresses, if such a small one is among them. The view's ``ptr_range`` makes it count as
+    large. Elsewhere, ``x`` is returned as it is.
     """
     if target_of(x.device).backend != "hip":
         return x
@@ -185,19 +186,19 @@ def far_reaching(x: Tensor) -> Tensor:
 
 
 def _any_distance() -> int:
-    """Bytes that may lie between a tensor's address and what a kernel reads."""
+    """Return an upper bound of the bytes between a tensor's address and what a kernel reads."""
     return 1 << 62
 
 
-# The least Triton that the kernels run on: with 3.5 most conformance cases fail.
+# Oldest Triton that the kernels run on: with 3.5 most conformance cases fail.
 LEAST_TRITON = (3, 6)
 
 
 def triton_version() -> str | None:
-    """Version of the installed triton, "3.7.1"; None if there is none.
+    """Return the version of the installed triton, such as "3.7.1"; None without triton.
 
-    Read from its file: it is not imported before kernels are, and other vendors distribute it under
-    other names.
+    The version is read from triton's file, since triton is only imported when kernels are, and
+    other vendors distribute it under other names.
     """
     found = importlib.util.find_spec("triton")
     if found is None or found.origin is None:
@@ -208,7 +209,7 @@ def triton_version() -> str | None:
 
 @functools.cache
 def triton_problem() -> str:
-    """Why no Triton kernel runs with this installation; "" if they do."""
+    """Return why this installation cannot run Triton kernels; "" if it can."""
     version = triton_version()
     if version is None:
         elsewhere = "" if sys.platform == "linux" else ", which has wheels for Linux only"
@@ -221,19 +222,19 @@ def triton_problem() -> str:
 
 
 def has_triton() -> bool:
-    """Whether triton is installed, in a version that the kernels run on."""
+    """Return True if triton is installed in a version that the kernels run on."""
     return not triton_problem()
 
 
 def has_gluon() -> bool:
-    """Whether the installed triton has Gluon, which Intel's of 3.3 has not."""
+    """Return True if the installed triton has Gluon, which Intel's of version 3.3 lacks."""
     return (
         triton_version() is not None and importlib.util.find_spec("triton.experimental") is not None
     )
 
 
 def runs_gluon(device: torch.device) -> bool:
-    """Whether Hopper's kernels run there."""
+    """Return True if Hopper's Gluon kernels run on this device."""
     return device.type == "cuda" and target_of(device).name == "sm_90" and has_triton()
 
 
@@ -252,7 +253,7 @@ def _support(device_type: str) -> Support:
 
 
 def _interpreter_support() -> Support:
-    """Triton's own interpreter is silently wrong, so it is repaired before a kernel runs."""
+    """Repair Triton's interpreter, which is silently wrong otherwise, and return its support."""
     try:
         importlib.import_module("anymla.ops.triton_interpreter").install()
     except (ImportError, AttributeError) as error:
@@ -262,13 +263,13 @@ def _interpreter_support() -> Support:
     return Support(True, automatic=False)
 
 
-# The least numba whose compiler takes what ``_numba_gemm`` writes: LLVM's untyped pointers.
+# Oldest numba that compiles ``_numba_gemm``, which uses LLVM's untyped pointers.
 LEAST_NUMBA = (0, 68)
 
 
 @functools.cache
 def numba_problem() -> str:
-    """Why nothing is compiled by numba with this installation; "" if it is."""
+    """Return why numba compiles nothing with this installation; "" if it does."""
     try:
         version = importlib.metadata.version("numba")
     except importlib.metadata.PackageNotFoundError:
@@ -280,12 +281,12 @@ def numba_problem() -> str:
 
 
 def has_numba() -> bool:
-    """Whether numba is installed, in a version that compiles our loops."""
+    """Return True if numba is installed in a version that compiles our loops."""
     return not numba_problem()
 
 
 def triton_support(*args: Any, **kwargs: Any) -> Support:
-    """``supports`` of a Triton backend: decided by the device of the first tensor."""
+    """Return support of a Triton backend, from the device of the first tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return _support(value.device.type)
@@ -295,7 +296,7 @@ def triton_support(*args: Any, **kwargs: Any) -> Support:
 
 
 def float32_support(*args: Any, **kwargs: Any) -> Support:
-    """``triton_support`` of kernels that compute in float32, which is too little for float64."""
+    """Return ``triton_support``, refusing float64 tensors: the kernels compute in float32."""
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Tensor) and value.dtype == torch.float64:
             return Support(False, f"computes in float32, but argument {name} is float64")

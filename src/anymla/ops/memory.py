@@ -1,8 +1,8 @@
-"""How much memory there is, asked before it is taken.
+"""Measure and check available memory before it is allocated.
 
-Linux grants more than it has, and then kills whoever touches it; torch reports a size that no
-machine has as a RuntimeError from the middle of a layer. Whoever takes memory by the user's numbers
-reckons first.
+Linux grants more memory than it has and then kills whoever touches it; torch reports an impossible
+allocation as a RuntimeError from the middle of a layer. Code that allocates by the user's numbers
+therefore calculates and checks the size first.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from anymla.ops.registry import BackendUnavailable
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-# Groups without a limit say "max", or in version 1 a number of this size.
+# A group without a limit has "max" here, or in version 1 a number of at least this size.
 _NO_LIMIT = 1 << 60
 
 
 class NotEnoughMemory(BackendUnavailable):
-    """What is asked for does not fit in this machine's memory; one line with both sizes."""
+    """Error of an allocation that cannot fit in this machine's memory; names both sizes."""
 
 
 def require_memory(what: str, parts: Mapping[str, int], device: torch.device | str = "cpu") -> None:
-    """Raise unless the device has as many bytes as the parts take together.
+    """Raise unless the device has enough memory for all parts together.
 
     Args:
-        what: for the message.
-        parts: bytes by purpose; the message names the largest.
-        device: where.
+        what: subject of the error message, such as the name of the cache.
+        parts: bytes by purpose; the error message names the largest.
+        device: device that the memory is to be taken from.
 
     Raises:
-        NotEnoughMemory: it has fewer.
+        NotEnoughMemory: if the device has fewer bytes than the parts' sum.
     """
     need = sum(parts.values())
     have = available_bytes(device)
@@ -49,35 +49,35 @@ def require_memory(what: str, parts: Mapping[str, int], device: torch.device | s
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an exception says that memory could not be had, which is known too late."""
+    """Return True if an exception means that an allocation failed for lack of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    # What torch's allocator for the CPU raises, a plain RuntimeError.
+    # torch's CPU allocator raises a plain RuntimeError.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int | None:
-    """Bytes that can still be taken; None where the system does not say."""
+    """Return the bytes that can still be allocated; None if the system does not report them."""
     device = torch.device(device)
     if device.type == "cpu":
         return host_bytes()
     if device.type in ("cuda", "xpu"):
         module = torch.cuda if device.type == "cuda" else torch.xpu
         free: int = module.mem_get_info(device)[0]
-        # Torch keeps what has been given back to it, and takes that first.
+        # torch keeps freed memory reserved and allocates from there first.
         return free + module.memory_reserved(device) - module.memory_allocated(device)
     return None
 
 
 def host_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """Bytes that this process can still take of the host's memory.
+    """Return the bytes of host memory that this process can still allocate.
 
-    The least of what Linux calls available and of what the control groups leave; the size of all
-    memory on systems without /proc.
+    This is the minimum of what Linux calls available and of what the control groups leave. Without
+    /proc it is the size of all memory.
 
     Args:
-        proc: the process file system.
-        cgroups: where control groups are mounted.
+        proc: path of the process file system.
+        cgroups: path where control groups are mounted.
     """
     found = [_group_bytes(directory) for directory in _groups(proc, cgroups)]
     found.append(_field(proc / "meminfo", "MemAvailable", 1024))
@@ -91,14 +91,14 @@ def host_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
 
 
 def _groups(proc: Path, cgroups: Path) -> list[Path]:
-    """Directories of the groups that this process's memory counts in, innermost first."""
+    """List directories of the control groups that limit this process's memory, innermost first."""
     found = []
     for line in (_read(proc / "self" / "cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
-        # In a container its own group is the root of what it sees, whatever its path outside.
+        # A container sees its own group as the root, whatever the group's path outside.
         root = cgroups / "memory" if controllers else cgroups
         inner = root / path.strip("/")
         found += [inner, *(parent for parent in inner.parents if parent.is_relative_to(root))]
@@ -106,7 +106,10 @@ def _groups(proc: Path, cgroups: Path) -> list[Path]:
 
 
 def _group_bytes(directory: Path) -> int | None:
-    """What a group's limit leaves; None without one. Cached file pages give way."""
+    """Return the bytes that a control group's limit leaves; None without a limit.
+
+    Inactive cached file pages count as free, since the kernel drops them on demand.
+    """
     for limit_name, used_name, cached_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,33 +1,33 @@
-"""Programmatic dependent launch (PDL): a kernel starts before the one in front of it has ended.
+"""Programmatic dependent launch (PDL): a kernel starts before its predecessor has ended.
 
-What a launch costs then passes while the kernel before is still at work, and so does what a kernel
-does before it waits. A launcher gives its kernel ``**pdl_launch(device)``, the kernel has a
-constexpr PDL and, after what it can do beforehand,
+A kernel's launch latency, and its work before it waits, then overlap with the predecessor's work. A
+launcher passes ``**pdl_launch(device)`` to its kernel, and the kernel has a constexpr PDL and,
+after its prologue,
 
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
-Where ``PDL`` is False, nothing of it is compiled. What has to hold for every such kernel:
+With ``PDL`` False, none of this is compiled. Every such kernel must obey these rules:
 
-- Every CTA waits before it ends, also one that has nothing to do. The end of a kernel then says
-  that all kernels before it have ended, and waiting for one is waiting for all.
-- Before it waits, a CTA writes nothing, and reads only its arguments and what stays as it is
-  while kernels are being launched: weights, their scales, tables. If the kernel in front of it is
-  of the same operation, and lets it start only after its own waiting, what was there for that one
-  may be read too, past the first-level cache (experts: which weights w2's kernel asks for).
-- It lets the next kernel begin after it has waited. That is a matter of speed: the other way round
-  each kernel's start lets the next one start, many of them stand on the SMs, and blocks
-  meant for one SM each are put where there is room, several on one. Chains of
-  hyper-connections on an H200, us a site: 5.5 against 5.0 for one token, 7.0 against 5.9 for 16.
-  For the same reason kernels whose blocks have no room beside each other let the next one in late,
-  or not at all (128 tokens: 14.0 at once, 10.5 late, 11.7 launched plainly).
+- Every CTA waits before it ends, even one without work. A kernel's end then implies that all
+  kernels before it have ended, so waiting for one kernel waits for all.
+- Before it waits, a CTA writes nothing, and reads only its arguments and memory that no kernel
+  writes: weights, their scales, tables. If its predecessor is of the same operation and triggers
+  only after its own wait, the CTA may also read what that predecessor could read after waiting,
+  bypassing the L1 cache (experts: the list of weights to fetch for w2's kernel).
+- It triggers the next kernel after it has waited. This rule is for speed: in the other order, each
+  kernel's start lets the next one start, many kernels become resident, and CTAs meant for one SM
+  each are placed several to an SM. Chains of hyper-connections on an H200 take 5.0 us a site for
+  one token and 5.9 us for 16 in this order, 5.5 and 7.0 in the other. For the same reason, kernels
+  whose CTAs do not fit beside each other trigger late or never (128 tokens: 14.0 us triggering at
+  once, 10.5 late, 11.7 without PDL).
 
-A kernel that is launched without this may follow or go before: it begins when all before it has
-ended, and what follows it begins when it has ended, unless it says otherwise itself.
+A kernel launched without PDL may stand before or after one with it: it starts when all kernels
+before it have ended, and its successor starts when it has ended.
 
-With ANYMLA_PDL=0 in the environment when the package is imported, every kernel is launched
-plainly: to look for a fault, or to see what it gains (2 to 16 % of a decode layer on an H200).
+If ANYMLA_PDL=0 is in the environment when the package is imported, PDL is off: to look for a fault,
+or to measure its gain (2 to 16 % of a decode layer on an H200).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from triton.language.extra import cuda
 
 from anymla.ops.device import Target, target_of
 
-# Triton 3.3 looks names up even where they are dead, and has no such functions.
+# Triton 3.3 lacks these functions, but resolves their names even in dead code.
 gdc_wait: Any = getattr(cuda, "gdc_wait", None)
 gdc_launch_dependents: Any = getattr(cuda, "gdc_launch_dependents", None)
 
@@ -50,17 +50,19 @@ _CHOSEN = os.environ.get("ANYMLA_PDL") != "0"
 
 
 def target_has_pdl(target: Target) -> bool:
-    """Whether kernels are launched early: where they have run that way."""
+    """Return True for architectures on which kernels were run with PDL."""
     return target.name == "sm_90"
 
 
 def pdl_launch(device: torch.device, *read_first: Tensor | None) -> dict[str, Any]:
-    """Arguments of a launch: ``PDL`` and the option that goes with it; not to be changed.
+    """Return the launch's PDL arguments: the constexpr ``PDL`` and the launch option.
+
+    Callers share the returned dictionary and must not change it.
 
     Args:
-        device: where.
-        read_first: what the kernel reads before it waits. A launcher makes such a tensor contiguous
-            if it is not, by a kernel that then has to be waited for.
+        device: device that the kernel runs on.
+        read_first: tensors that the kernel reads before it waits. PDL is off if one is not
+            contiguous, because the launcher then copies it by a kernel that has to be waited for.
     """
     for tensor in read_first:
         if tensor is not None and not tensor.is_contiguous():
@@ -69,7 +71,7 @@ def pdl_launch(device: torch.device, *read_first: Tensor | None) -> dict[str, An
 
 
 def pdl_enabled(device: torch.device) -> bool:
-    """Whether kernels that can be are launched early on this device."""
+    """Return True if kernels that support PDL use it on this device."""
     return bool(_pdl_launch(device)["PDL"])
 
 

@@ -1,11 +1,11 @@
-"""An operation: one contract, several backends, registered with torch.library.
+"""Operations: one contract, several backends, and registration with torch.library.
 
 An interface file declares the contract as a function whose body only checks its arguments; backends
-are registered on it afterwards. In eager mode a call runs the checks and then the chosen backend,
-with nothing in between; checks and choice once for a kind of call (``Operation.resolve``). While
-torch.compile or export traces, it goes through
-``torch.ops.anymla.<name>`` instead, whose schema takes the results as mutated arguments, so that
-the fake kernel is the same for all of them: it does nothing.
+are registered on it afterwards. In eager mode a call is checked and then runs the chosen backend
+directly; checks and choice are made once for each kind of call (``Operation.resolve``). While
+torch.compile or export traces, a call goes through ``torch.ops.anymla.<name>`` instead. That
+operator's schema takes the results as mutated arguments, so one fake kernel, which does nothing,
+serves every operation.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ __all__ = [
     "wide_dtype",
 ]
 
-# Best first; a backend that is not listed here is only used when it is named.
+# Backends from best to worst; one that is not listed here only runs if it is named.
 _PRIORITY = ("gluon_sm90_w4a8", "gluon_sm90", "vendor", "triton", "numba", "torch", "reference")
-# Kernels for accelerators, which on CPU tensors only run (interpreted) when they are named.
+# Accelerator kernels, which run on CPU tensors (interpreted) only if they are named.
 _ACCELERATED = ("gluon_sm90_w4a8", "gluon_sm90", "vendor", "triton")
-# Addresses are known to a choice modulo this many bytes: the widest load, and TMA's boxes.
+# Kinds of call know addresses modulo this many bytes: the widest load, and TMA's alignment.
 _ALIGNMENT = 16
 _LISTS = (list, tuple)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Kinds of call that an operation remembers; shapes of prompts are many.
+# Most kinds of call that an operation remembers; prompts have many shapes.
 _MOST_KINDS = 512
 
 
 class BackendUnavailable(RuntimeError):
-    """This machine, or this backend, cannot run this call; the message says why."""
+    """Error of a call that this machine or backend cannot run; the message says why."""
 
 
 SUPPORTED = Support(True)
@@ -80,7 +80,7 @@ SUPPORTED = Support(True)
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One implementation of an operation."""
+    """One implementation of an operation, with the test of which calls it can run."""
 
     name: str
     run: Callable[..., Any]
@@ -89,15 +89,15 @@ class Backend:
     by_kind: bool = False
 
     def support(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Support:
-        """Whether this backend can run the call; nothing is launched."""
+        """Return support of a call by this backend; nothing is launched."""
         return SUPPORTED if self.supports is None else self.supports(*args, **kwargs)
 
 
 class LazyFunction:
-    """A function whose module is imported when it is first called, or asked for its signature."""
+    """Function whose module is imported when it is first called or asked for its signature."""
 
     def __init__(self, module: str, name: str) -> None:
-        """``name`` in the module of that dotted name."""
+        """Name the function ``name`` of the module with dotted name ``module``."""
         self._module = module
         self._name = name
         self._run: Callable[..., Any] | None = None
@@ -107,7 +107,7 @@ class LazyFunction:
         return inspect.signature(self.load())
 
     def load(self) -> Callable[..., Any]:
-        """The function itself."""
+        """Import the module if necessary and return the function."""
         if self._run is None:
             self._run = getattr(importlib.import_module(self._module), self._name)
         return self._run
@@ -121,11 +121,12 @@ _skipped: ContextVar[bool] = ContextVar("skipped", default=False)
 
 @contextlib.contextmanager
 def skip_checks(skip: bool = True) -> Iterator[None]:
-    """Skip checks of CPU tensors and of lists inside, if ``skip``; choose by dtypes and sizes.
+    """Skip checks of CPU tensors and of lists inside the context, if ``skip``.
 
-    For a caller whose arguments follow from what has been checked, as an engine's steps do from
-    its weights and caches: of a small model's decode step, even to see that a call is of a known
-    kind takes a twentieth. Everywhere else calls are checked by their kind.
+    Meant for callers whose arguments follow from what has been checked, as an engine's steps follow
+    from its weights and caches: in a small model's decode step, even recognising a known kind of
+    call takes a twentieth of the time. Backends are then chosen by dtypes and sizes; all other
+    calls are still checked by kind.
     """
     token = _skipped.set(skip)
     try:
@@ -141,13 +142,13 @@ _ON_DEVICE = operator.attrgetter("dtype", "shape", "device")
 def _kind_of(
     args: Sequence[Any], kwargs: dict[str, Any], backend: str | None, *, asks: bool
 ) -> tuple[Any, ...] | None:
-    """What ``Operation.resolve`` says that a call is known by; None: it is not to be remembered.
+    """Return the kind of a call as ``Operation.resolve`` defines it; None if not to be remembered.
 
     Args:
-        args: of the call.
-        kwargs: likewise.
-        backend: likewise.
-        asks: backends will be asked, which look at more than contracts do.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call, without ``backend``.
+        backend: name of the requested backend, or None.
+        asks: True if backends will be asked, which look at more than contracts do.
     """
     facts: list[Any] = [backend]
     add = facts.append
@@ -160,7 +161,7 @@ def _kind_of(
             if asks:
                 add(_ON_DEVICE(value))
                 add(value.stride())
-                # Together a number below 256.
+                # Both remainders fit in one number below 256.
                 place = value.storage_offset() % _ALIGNMENT
                 add(value.data_ptr() % _ALIGNMENT * _ALIGNMENT + place)
             else:
@@ -179,9 +180,9 @@ def _kind_of(
 
 
 def _sizes_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What the choice of a call on CPU tensors depends on that needs no checks: a shorter kind.
+    """Return a shorter kind of a call on CPU tensors, for choices that need no checks.
 
-    No kind begins with its first element, the type of this function.
+    Its first element is the type of this function, which no other kind begins with.
     """
     facts: list[Any] = [types.FunctionType]
     add = facts.append
@@ -201,7 +202,7 @@ def _sizes_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _device_of(value: Any) -> torch.device | None:
-    """Device of a tensor, or of a list of tensors that are alike; None of anything else."""
+    """Return the device of a tensor or of a list of like tensors; None for anything else."""
     if isinstance(value, _LISTS) and value:
         value = value[0]
     return value.device if isinstance(value, Tensor) else None
@@ -214,20 +215,20 @@ def _requires_grad(value: Any) -> bool:
 
 
 def signature_of_backends(contract: Callable[..., Any]) -> inspect.Signature:
-    """Signature of a contract's backends: all its parameters but ``backend``."""
+    """Return the signature of a contract's backends: every parameter except ``backend``."""
     signature = inspect.signature(contract)
     kept = [each for name, each in signature.parameters.items() if name != "backend"]
     return signature.replace(parameters=kept)
 
 
 class Operation(Generic[_P, _R]):
-    """A callable with a contract and a table of backends; made by ``operation``.
+    """Callable with a contract and a table of backends; made by ``operation``.
 
-    It is generic in the contract's parameters and result, so that type checkers and editors know a
-    call's keywords.
+    The class is generic in the contract's parameters and result, so that type checkers and editors
+    know the keywords of a call.
 
     Attributes:
-        name: name of the operation, also under ``torch.ops.anymla``.
+        name: name of the operation, which is also its name under ``torch.ops.anymla``.
     """
 
     def __init__(
@@ -239,10 +240,10 @@ class Operation(Generic[_P, _R]):
         self.name = contract.__name__
         self._backends: dict[str, Backend] = {}
         self._automatic: tuple[Backend, ...] = ()
-        self._hosts: tuple[Backend, ...] = ()  # for CPU tensors, if they are asked by kind alone
-        self._host: Backend | None = None  # what CPU tensors take, if it needs no asking
+        self._hosts: tuple[Backend, ...] = ()  # for CPU tensors, if dtypes and shapes decide
+        self._host: Backend | None = None  # CPU tensors' backend, if it takes every call
         self._resolved: dict[Hashable, Backend] = {}
-        self._changing = threading.RLock()  # the tables above
+        self._changing = threading.RLock()  # guards the tables above
         self._contract: Callable[..., Any] = contract
         self._outputs = outputs
         self._signature = signature_of_backends(contract)
@@ -251,7 +252,7 @@ class Operation(Generic[_P, _R]):
             for name, parameter in self._signature.parameters.items()
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         }
-        # Parameters that have a position and were not passed by it, by how a call was written.
+        # For each written form of a call: positional parameters that were not passed by position.
         self._forms: dict[tuple[Any, ...], list[str]] = {}
         self._mutates = mutates
         hints = typing.get_type_hints(contract)
@@ -260,14 +261,14 @@ class Operation(Generic[_P, _R]):
         self._written = tuple((name, places.get(name)) for name in mutates)
         functools.update_wrapper(self, contract)
         self.__signature__ = inspect.signature(contract)
-        contract.__dict__["__signature__"] = self._signature  # as backends take it
+        contract.__dict__["__signature__"] = self._signature  # the signature of backends
 
     def __repr__(self) -> str:
         return f"<operation {self.name}{self.__signature__}>"
 
     @property
     def backends(self) -> Mapping[str, Backend]:
-        """The registered implementations by name, best first."""
+        """Registered backends by name, best first."""
         return types.MappingProxyType(self._backends)
 
     def register(
@@ -282,15 +283,15 @@ class Operation(Generic[_P, _R]):
         """Add a backend.
 
         Args:
-            name: "reference", "torch", "triton", ...
-            run: called with the operation's arguments; returns its results.
-            supports: called with the same arguments, answers whether ``run`` can take them. Its
-                answer is remembered, so it must follow from what ``resolve`` lists, and from
-                nothing that changes while the process runs.
-            automatic: False leaves it to those who name it: it is not even asked. For what this
-                installation lacks.
-            by_kind: of CPU tensors ``supports`` looks at dtypes and shapes alone, so that a call
-                on them is known by as little as if no backend were asked.
+            name: name of the backend: "reference", "torch", "triton", ...
+            run: function of the operation's arguments that returns its results.
+            supports: function of the same arguments that returns whether ``run`` can take them;
+                None if it always can. Its answer is remembered, so it must follow from what
+                ``resolve`` lists, and from nothing that changes while the process runs.
+            automatic: False to use this backend only where it is named, without asking it
+                otherwise; for backends that this installation lacks.
+            by_kind: True if ``supports`` looks only at dtypes and shapes of CPU tensors, so that no
+                more has to be known of a call on them than if no backend were asked.
         """
         order = {known: place for place, known in enumerate(_PRIORITY)}
         with self._changing:
@@ -311,11 +312,12 @@ class Operation(Generic[_P, _R]):
         """Add a backend whose module is imported when it first runs.
 
         Args:
-            name: as for ``register``.
+            name: name of the backend, as for ``register``.
             module: dotted name of a module with a function of the operation's name.
-            supports: as for ``register``; answered without importing the module.
-            automatic: as for ``register``.
-            by_kind: as for ``register``.
+            supports: support function as for ``register``; it is called without importing the
+                module.
+            automatic: False to use this backend only where it is named.
+            by_kind: True if ``supports`` looks only at dtypes and shapes of CPU tensors.
         """
         run = LazyFunction(module, self.name)
         self.register(name, run, supports=supports, automatic=automatic, by_kind=by_kind)
@@ -328,7 +330,7 @@ class Operation(Generic[_P, _R]):
 
     @contextlib.contextmanager
     def with_backends(self, backends: Iterable[Backend]) -> Iterator[None]:
-        """Inside there are these backends alone, best first, whatever their names."""
+        """Replace all backends inside the context by these, best first, whatever their names."""
         before = [*self._backends.values()], self._automatic
         given = [*backends]
         self._set_backends(given, given)
@@ -347,15 +349,15 @@ class Operation(Generic[_P, _R]):
         self.forget()
 
     def forget(self) -> None:
-        """Resolve every kind of call again; for who changes what a device is said to be."""
+        """Forget all resolved kinds of call, for callers that change what a device reports."""
         self._resolved.clear()
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Check the arguments and run; ``backend=None`` takes the best that supports the call.
+        """Check the arguments, then run ``backend`` or the best backend that supports them.
 
         Raises:
-            TypeError, ValueError: the arguments break the contract.
-            BackendUnavailable: the named backend, or every backend, cannot run the call.
+            TypeError, ValueError: if the arguments break the contract.
+            BackendUnavailable: if the named backend, or every backend, cannot run the call.
         """
         given: tuple[Any, ...] = args
         named: dict[str, Any] = kwargs
@@ -363,7 +365,7 @@ class Operation(Generic[_P, _R]):
         if torch.compiler.is_compiling():
             return self._call_traced(given, named, backend)
         chosen, given, named = self._resolve(given, named, backend)
-        # numba takes no scratch memory, nor does what runs where there is no choice on a CPU.
+        # numba's backends take no scratch memory, nor do CPU backends without an alternative.
         alone = chosen.name == "numba" or (chosen is self._host and given[0].is_cpu)
         workspace = None if alone else active_workspace()
         if workspace is None:
@@ -372,34 +374,36 @@ class Operation(Generic[_P, _R]):
             return chosen.run(*given, **named)
 
     def resolve(self, *args: _P.args, **kwargs: _P.kwargs) -> Backend:
-        """The backend that a call takes; nothing is launched.
+        """Return the backend that a call runs on; nothing is launched.
 
-        Arguments are checked, and backends asked, once for every kind of call. Every call resolves
-        itself: one of a known kind goes straight to its backend, any other is checked and resolved
-        again. Calls are of one kind if they name the same backend, or none, and agree in
+        Arguments are checked, and backends asked, once for every kind of call: a call of a known
+        kind goes straight to its backend, any other is checked and resolved again. Calls are of one
+        kind if they name the same backend, or none, and agree in
 
-        - which arguments are given, and types and values of those that are not tensors;
+        - which arguments are given, and type and value of every argument that is not a tensor;
         - dtype, shape and device of every tensor, and its strides if it is not contiguous;
-        - where backends are asked, also strides of any tensor, and its address and storage offset
-          modulo 16. They are not asked about CPU tensors, unless one is named, or only those that
-          look at nothing but dtypes and shapes (``by_kind``);
-        - the length of a list, whose tensors have one dtype, shape and device, and the same of its
-          first. Where backends are asked, which see them all, such a call is of no known kind.
+        - where backends are asked, also the strides of every tensor, and its address and storage
+          offset modulo 16. For CPU tensors, backends are only asked if one is named, or if some
+          look at more than dtypes and shapes (``by_kind`` is False);
+        - the length of a list, and dtype, shape and device of its first tensor, which all others
+          must share. Where backends are asked, they see every tensor of a list, so such a call is
+          of no known kind.
 
-        So nothing but the values of tensors may differ. Gradients are refused in every call.
+        So calls of one kind differ only in the values of their tensors. Tensors that require
+        gradients are refused in every call.
 
         Raises:
-            TypeError, ValueError: the arguments break the contract.
-            BackendUnavailable: the named backend, or every backend, cannot run the call.
+            TypeError, ValueError: if the arguments break the contract.
+            BackendUnavailable: if the named backend, or every backend, cannot run the call.
         """
         named: dict[str, Any] = kwargs
         return self._resolve(args, named, named.pop("backend", None))[0]
 
     def supports(self, *args: _P.args, **kwargs: _P.kwargs) -> Support:
-        """Whether the call could run (on ``backend``, or on any); backends are asked each time.
+        """Return support of a call on ``backend``, or on any; backends are asked each time.
 
         Raises:
-            TypeError, ValueError: the arguments break the contract.
+            TypeError, ValueError: if the arguments break the contract.
         """
         named: dict[str, Any] = kwargs
         backend: str | None = named.pop("backend", None)
@@ -410,13 +414,14 @@ class Operation(Generic[_P, _R]):
         return SUPPORTED
 
     def explain(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Support]]:
-        """Why a call takes the backend that it takes; every backend is asked each time.
+        """Explain the choice of a call's backend; every backend is asked each time.
 
         Returns:
-            The name that ``backend=None`` takes (None for none), and every backend's answer.
+            Name of the backend that ``backend=None`` takes (None if none can), and every backend's
+            answer.
 
         Raises:
-            TypeError, ValueError: the arguments break the contract.
+            TypeError, ValueError: if the arguments break the contract.
         """
         args, kwargs = self._accept(args, kwargs)
         answers = {name: each.support(args, kwargs) for name, each in self._backends.items()}
@@ -426,7 +431,7 @@ class Operation(Generic[_P, _R]):
     def _resolve(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None
     ) -> tuple[Backend, tuple[Any, ...], dict[str, Any]]:
-        """The backend of the call, and the arguments as backends take them."""
+        """Return the backend of a call, and its arguments in the form that backends take."""
         given = args, kwargs
         if kwargs and len(args) < len(self._leading):
             args, kwargs = self._by_position(args, kwargs)
@@ -444,7 +449,7 @@ class Operation(Generic[_P, _R]):
             kind = _kind_of(args, kwargs, backend, asks=asks)
         try:
             found = self._resolved.get(kind)
-        except TypeError:  # it has no hash; the contract knows what it should have been
+        except TypeError:  # an argument has no hash; the contract refuses it by name
             found = kind = None
         if found is not None:
             if torch.is_grad_enabled():
@@ -461,7 +466,7 @@ class Operation(Generic[_P, _R]):
         return found, args, kwargs
 
     def _imported(self, chosen: Backend) -> Backend:
-        """The backend with its function itself, where it was to be imported at its first call."""
+        """Return the backend with its lazy function imported, and keep it in the tables."""
         if not isinstance(chosen.run, LazyFunction):
             return chosen
         made = dataclasses.replace(chosen, run=chosen.run.load())
@@ -476,7 +481,7 @@ class Operation(Generic[_P, _R]):
     def _accept(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments and pass them as backends take them."""
+        """Check the arguments and return them in the form that backends take."""
         for name in kwargs.keys() - self._signature.parameters.keys():
             known = list(self._signature.parameters)
             near = difflib.get_close_matches(name, known, n=1)
@@ -495,7 +500,7 @@ class Operation(Generic[_P, _R]):
     def _by_position(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call, with everything that has a position passed by it."""
+        """Return the arguments with every positional parameter passed by position."""
         form = len(args), *kwargs
         missing = self._forms.get(form)
         if missing is None:
@@ -519,7 +524,7 @@ class Operation(Generic[_P, _R]):
                 require(False, self.name, name, "of elements that do not overlap", got)
 
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Require one device; a contract compares only tensors that it checks together."""
+        """Require one device for all tensors; a contract compares only those it checks together."""
         if len({*map(_device_of, args), *map(_device_of, kwargs.values()), None}) <= 2:
             return
         given = self._signature.bind(*args, **kwargs).arguments
@@ -529,7 +534,7 @@ class Operation(Generic[_P, _R]):
             require(device in (None, first), self.name, name, f"on {first}", device)
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Operations have no backward: what they return would be cut off in silence."""
+        """Refuse tensors that require gradients, which would be lost since there is no backward."""
         if not any(map(_requires_grad, (*args, *kwargs.values()))):
             return
         for name, value in self._signature.bind(*args, **kwargs).arguments.items():
@@ -583,7 +588,7 @@ class Operation(Generic[_P, _R]):
     def _run_registered(
         self, *args: Any, results: Sequence[Tensor], backend: str | None = None, **kwargs: Any
     ) -> None:
-        # torch.library hands keyword arguments over by position where the schema allows it.
+        # torch.library passes keyword arguments by position where the schema allows it.
         bound = self._signature.bind(*args, **kwargs)
         given = self(*bound.args, **bound.kwargs, backend=backend)  # type: ignore[arg-type]
         if self._outputs is None:
@@ -594,7 +599,7 @@ class Operation(Generic[_P, _R]):
                 result.copy_(value)
 
     def schema(self) -> str:
-        """The operator's schema in the language of torch.library, without its name."""
+        """Return the operator's schema in torch.library's language, without its name."""
         return schema_of(self._contract, self._mutates)
 
 
@@ -606,9 +611,9 @@ def operation(
     """Turn a contract function into an Operation and register it with torch.library.
 
     Args:
-        mutates: names of the tensor arguments that are written.
+        mutates: names of the tensor arguments that the operation writes.
         outputs: for operations that return tensors, a function of all arguments by name that
-            allocates the results (empty, right shape and dtype); used while tracing.
+            allocates the results (uninitialised, of the right shape and dtype) while tracing.
 
     Returns:
         A decorator for the contract: a function of the operation's arguments, annotated with
@@ -632,12 +637,12 @@ _SCALARS = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
 def schema_of(contract: Callable[..., Any], mutates: tuple[str, ...]) -> str:
-    """The schema of a contract function, without its name; its results are written arguments.
+    """Return the schema of a contract function, without its name; results are written arguments.
 
     Args:
-        contract: annotated with Tensor, int, float, bool, str, their optionals, list[Tensor], or
-            list[Tensor] | Tensor, which is the list.
-        mutates: names of the tensor arguments that are written.
+        contract: function annotated with Tensor, int, float, bool, str, their optionals,
+            list[Tensor], or list[Tensor] | Tensor, which the schema gives as the list.
+        mutates: names of the tensor arguments that the operation writes.
     """
     hints = typing.get_type_hints(contract)
     words: list[str] = []

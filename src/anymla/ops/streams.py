@@ -1,14 +1,14 @@
-"""Scratch memory by CUDA stream, and waits on another stream that an operation defers.
+"""Scratch memory for each CUDA stream, and deferred waits for other streams.
 
-Kernels' launchers ask ``scratch`` for it. Without a workspace that is ``torch.empty``; inside
-``Workspace.active`` it is a part of one buffer. All that a call has taken is free again when it
-returns, because what is launched later runs later; so the buffer is as large as the hungriest call,
-and may be shared by everything that launches on one stream: engines, graphs, layers. What runs on
-further streams at the same time takes from a lane of its own.
+Launchers allocate temporary buffers with ``scratch``. Without a workspace this is ``torch.empty``;
+inside ``Workspace.active`` it is a slice of one buffer. Everything that an operation took is free
+again when it returns, since later launches on a stream run later. So the buffer is as large as the
+largest operation needs, and everything on one stream may share it: engines, graphs, layers.
+Operations that run at the same time on other streams take from lanes of their own.
 
-An argument may still be in the making on another stream when an operation is called that reads it
-only in its last launch. The caller leaves the waiting to the operation (``deferred_stream_wait``),
-and finds out if it forgot.
+An operation may read an argument only in its last launch, while another stream is still writing it.
+Its caller then passes the wait to the operation (``deferred_stream_wait``), which raises an
+assertion if the operation did not wait.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-# Every part begins at a multiple: what kernels may assume of torch's allocations, and a line.
+# Alignment of every slice in bytes: that of torch's allocations, which kernels may assume.
 _ALIGNMENT = 256
-# Streams that operations may run on at a time.
+# Number of streams that operations may run on at the same time.
 STREAM_LANES = 3
 
 
 @dataclasses.dataclass
 class _Lane:
-    """The part of a workspace that one stream uses; offsets in bytes."""
+    """One stream's part of a workspace; ``used`` and ``needed`` are bytes."""
 
     buffer: Tensor
     used: int = 0
@@ -38,19 +38,19 @@ class _Lane:
 
 
 class Workspace:
-    """Scratch memory of one device.
+    """Scratch memory on one device, divided into one lane for each stream.
 
     Attributes:
-        device: where it is.
-        overflows: how often something did not fit and was allocated instead.
+        device: device that the memory is on.
+        overflows: number of requests that did not fit and were allocated separately.
     """
 
     def __init__(self, device: torch.device | str, num_bytes: int = 0) -> None:
-        """Allocate.
+        """Allocate the workspace.
 
         Args:
-            device: where.
-            num_bytes: for operations on the main stream; see ``reserve``.
+            device: device to allocate on.
+            num_bytes: bytes for operations on the main stream; ``reserve`` grows every lane.
         """
         self.device = torch.device(device)
         self.overflows = 0
@@ -60,7 +60,7 @@ class Workspace:
 
     @classmethod
     def over(cls, buffer: Tensor) -> Workspace:
-        """Of memory that somebody else reserved (uint8), for operations on the main stream."""
+        """Make a workspace of a given uint8 buffer, for operations on the main stream."""
         made = cls.__new__(cls)
         made.device, made.overflows, made._outgrown = buffer.device, 0, []
         made._lanes = [_Lane(buffer), *(_Lane(buffer[:0]) for _ in range(1, STREAM_LANES))]
@@ -68,20 +68,20 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are reserved."""
+        """Reserved bytes over all lanes, including outgrown buffers."""
         buffers = [*(lane.buffer for lane in self._lanes), *self._outgrown]
         return sum(buffer.numel() for buffer in buffers)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the hungriest calls so far would have had to find, of every stream."""
+        """Bytes that the largest operations so far needed at once, summed over all lanes."""
         return sum(lane.needed for lane in self._lanes)
 
     def reserve(self) -> None:
-        """Grow to what has been needed so far.
+        """Grow every lane to what has been needed so far.
 
-        To be called between a rehearsal of the largest calls and the recording of graphs, which
-        know the memory by its address: what earlier graphs know stays theirs.
+        Call it after a rehearsal of the largest operations and before graphs are recorded, since
+        graphs keep the memory's addresses. Buffers that earlier graphs use stay allocated.
         """
         for lane in self._lanes:
             assert not lane.used, "an operation is running"
@@ -92,7 +92,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Operations that are called inside take their scratch memory from here."""
+        """Let operations inside the context take their scratch memory from this workspace."""
         token = _active.set(self)
         try:
             yield
@@ -100,7 +100,7 @@ class Workspace:
             _active.reset(token)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor that is good until the operation returns; its values are anything."""
+        """Return an uninitialised tensor that is valid until the running operation returns."""
         lane = self._lanes[_lane.get()]
         size = math.prod(shape) * dtype.itemsize
         start = lane.used
@@ -113,7 +113,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """What is taken inside is given back at the end."""
+        """Free everything that was taken inside the context when it ends."""
         lane = self._lanes[_lane.get()]
         used = lane.used
         try:
@@ -130,12 +130,12 @@ _lane: ContextVar[int] = ContextVar("lane", default=0)
 
 
 def active_workspace() -> Workspace | None:
-    """The workspace that operations use now."""
+    """Return the workspace that operations use now; None if there is none."""
     return _active.get()
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory for a launcher that returns none of it."""
+    """Return uninitialised memory that a launcher uses and does not return."""
     workspace = _active.get()
     if workspace is None or workspace.device != device:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -144,7 +144,7 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 @contextlib.contextmanager
 def scratch_scope() -> Iterator[None]:
-    """For callers of several operations: what ``scratch`` gives inside is free at the end."""
+    """Free ``scratch`` memory at the context's end, for functions that call several operations."""
     workspace = _active.get()
     if workspace is None:
         yield
@@ -155,7 +155,7 @@ def scratch_scope() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stream_lane(number: int) -> Iterator[None]:
-    """Operations inside run on another stream, 1 or 2, and share nothing with those outside."""
+    """Run operations inside on lane 1 or 2, a stream whose scratch memory is its own."""
     assert 0 < number < STREAM_LANES
     token = _lane.set(number)
     try:
@@ -169,10 +169,12 @@ _wait: ContextVar[Callable[[], None] | None] = ContextVar("wait", default=None)
 
 @contextlib.contextmanager
 def deferred_stream_wait(wait: Callable[[], None]) -> Iterator[None]:
-    """An operation that is called inside waits before it reads; for those that know how.
+    """Pass a wait to the operation called inside, which waits before it reads late arguments.
+
+    Only for operations that call ``flush_stream_wait``.
 
     Args:
-        wait: lets what is launched afterwards wait.
+        wait: function that makes later launches wait for the other stream.
     """
     token = _wait.set(wait)
     try:
@@ -183,7 +185,7 @@ def deferred_stream_wait(wait: Callable[[], None]) -> Iterator[None]:
 
 
 def flush_stream_wait() -> None:
-    """Before the first launch that reads what may come from another stream; again does nothing."""
+    """Wait, if a wait was deferred, before the first launch that reads another stream's results."""
     wait = _wait.get()
     if wait is not None:
         _wait.set(None)
@@ -191,5 +193,5 @@ def flush_stream_wait() -> None:
 
 
 def has_deferred_wait() -> bool:
-    """Whether something may still be in the making on another stream."""
+    """Return True if another stream may still be writing an argument of this operation."""
     return _wait.get() is not None

@@ -1,12 +1,11 @@
-"""Repairs for Triton's CPU interpreter, so that kernels compute there what they compute on a GPU.
+"""Repairs of Triton's CPU interpreter, so that kernels compute the same there as on a GPU.
 
-The interpreter of Triton 3.6 to 3.9 stores bfloat16 and 8-bit floats as integers and is silently
-wrong with them: bfloat16 products and sums work on the codes (triton-lang/triton#11584), casts to
-bfloat16 truncate, casts to 8-bit floats round ties away and lose the mantissa's carry. After
-``install()`` arithmetic on them is float32 arithmetic, and every cast rounds to nearest even,
-saturating for 8-bit floats, as the GPU instructions do. The proof is in
-``tests/ops/test_triton_interpreter.py``, the first thing to look at when a new Triton release
-breaks.
+The interpreter of Triton 3.6 to 3.9 stores bfloat16 and 8-bit floats as integer codes and is
+silently wrong with them: bfloat16 arithmetic works on the codes (triton-lang/triton#11584), casts
+to bfloat16 truncate, casts to 8-bit floats round ties away from zero and lose the mantissa's carry.
+After ``install()``, arithmetic on these types is float32 arithmetic, and every cast rounds to
+nearest even, saturating for 8-bit floats, as GPU instructions do.
+``tests/ops/test_triton_interpreter.py`` proves it; look there first if a new Triton release breaks.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _FLOAT8 = {
 
 @functools.cache
 def install() -> None:
-    """Patch the interpreter of this process; further calls do nothing."""
+    """Patch the interpreter of this process; repeated calls do nothing."""
     builder = interpreter.InterpreterBuilder
     builder.cast_impl = _cast(builder.cast_impl)
     builder.create_fp_to_fp = _float_cast(builder.create_fp_to_fp)
@@ -48,12 +47,12 @@ def install() -> None:
 
 
 def _is_coded(dtype: Any) -> bool:
-    """Whether the interpreter keeps values of this type as integer codes."""
+    """Return True if the interpreter stores values of this type as integer codes."""
     return dtype == tl.bfloat16 or dtype in _FLOAT8
 
 
 def to_float32(handle: Any) -> Any:
-    """Values of a floating-point handle as a float32 array (float64 stays)."""
+    """Decode a floating-point handle's values to a float32 array (float64 stays float64)."""
     dtype = handle.dtype.scalar
     codes = np.ascontiguousarray(handle.data)
     if dtype == tl.bfloat16:
@@ -66,7 +65,7 @@ def to_float32(handle: Any) -> Any:
 
 
 def from_float32(values: Any, dtype: Any) -> Any:
-    """Codes of ``values`` in ``dtype``: nearest even, saturating for 8-bit floats."""
+    """Encode ``values`` in ``dtype``: round to nearest even, saturate for 8-bit floats."""
     if dtype == tl.bfloat16:
         rounded = torch.from_numpy(np.array(values, np.float32)).bfloat16()
         return rounded.view(torch.int16).numpy().view(np.uint16).reshape(np.shape(values))
@@ -99,7 +98,7 @@ def _float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dot(self: Any, a: Any, b: Any, accumulator: Any, *_: Any) -> Any:
-    """Matrix product with float32 (integer: int32) accumulation."""
+    """Multiply matrices with float32 accumulation, or int32 for integers."""
     kept = accumulator.data.dtype
     if a.dtype.scalar.is_floating():
         product = np.matmul(to_float32(a), to_float32(b)) + accumulator.data
@@ -112,7 +111,7 @@ def _in_float32(original: Callable[..., Any], operands: int) -> Callable[..., An
     def operate(self: Any, *args: Any) -> Any:
         handles, rest = args[:operands], args[operands:]
         coded = [handle.dtype.scalar.is_bf16() for handle in handles]
-        # A selection copies codes, which is right as it is; its condition comes first.
+        # ``select`` copies codes, which needs no decoding; its condition is the first operand.
         if not any(coded) or handles[0].dtype.scalar == tl.int1:
             return original(self, *args)
         widened = [
@@ -128,7 +127,7 @@ def _in_float32(original: Callable[..., Any], operands: int) -> Callable[..., An
 
 
 def _with_fast_xor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Sorting is made of exclusive ors, which the interpreter would reduce a number at a time."""
+    """Reduce exclusive ors by NumPy; sorts need many, and the interpreter is slow at them."""
 
     def apply_impl(self: Any, input: Any) -> Any:
         if self.combine_fn is not tl.standard._xor_combine or self.axis is None:
@@ -143,7 +142,7 @@ def _with_fast_xor(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_scalar_index(original: Callable[..., Any]) -> Callable[..., Any]:
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
-        # Triton 3.6 with NumPy 2.4: an array of shape (1,) no longer converts to an index.
+        # Triton 3.6 with NumPy 2.4: an array of shape (1,) cannot be converted to an index.
         as_index = lambda self: int(np.asarray(self.handle.data).squeeze())  # noqa: E731
         scope.set_attr(tensor, "__index__", as_index)
 
@@ -152,7 +151,7 @@ def _with_scalar_index(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_warnings(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Infinities and NaN are values like any other; a GPU does not warn of them either.
+        # Infinities and NaN are ordinary values on a GPU, which does not warn of them.
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
             return original(self, *args, **kwargs)
@@ -161,21 +160,21 @@ def _without_warnings(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_once() -> None:
-    """Let device functions find the language as their launch has patched it.
+    """Let device functions reuse the language as their launch patched it.
 
-    The interpreter looks through all of the language for what is left to patch whenever a device
-    function calls another, which took most of a test's time.
+    Whenever a device function calls another, the interpreter searches the whole language for things
+    to patch, which took most of a test's time.
     """
     patch = interpreter._patch_lang
     patched: set[frozenset[int]] = set()
 
     def modules_of(function: Any) -> frozenset[int]:
-        """Of the language, those that a function's module knows."""
+        """Return ids of the language's modules that a function's module refers to."""
         return frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
 
     def launch(function: Any) -> Any:
         scope = patch(function)
-        patched.clear()  # what an earlier launch patched it has restored
+        patched.clear()  # the earlier launch restored what it had patched
         patched.add(modules_of(function))
         return scope
 
@@ -194,11 +193,11 @@ def _patch_once() -> None:
 
 
 def _spare_types() -> None:
-    """Describe the types of values once, and check no sums that nobody asks to be checked.
+    """Cache the types of values, and skip overflow checks outside debug mode.
 
     The interpreter runs the compiler's front end on every block of numbers. Half of a test's time
-    went by describing shapes and types again, and repeating each sum of integers in 64 bits for an
-    assertion that is made in debug mode alone.
+    went into describing shapes and types again, and into repeating each integer sum in 64 bits for
+    an assertion that only debug mode makes.
     """
     language, semantic = tl.core, interpreter.TritonSemantic
     block, tensor, scalar = language.block_type, language.tensor, language.dtype
@@ -213,7 +212,7 @@ def _spare_types() -> None:
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([s.value if type(s) is language.constexpr else s for s in shape])
         if not whole.issuperset(map(type, sizes)):
-            make_block(self, element_ty, shape)  # which refuses 4.0, though it equals 4
+            make_block(self, element_ty, shape)  # which refuses 4.0, although it equals 4
             return
         key = sizes, element_ty.name
         if key not in blocks:

@@ -1,4 +1,4 @@
-"""The choice of the most probable token among logits."""
+"""Greedy choice: the most probable token of each row of logits, with its log-probability."""
 
 from anymla.ops.choice.interface import best_logits
 

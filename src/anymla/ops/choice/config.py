@@ -1,4 +1,4 @@
-"""Tiles of the greedy choice's kernels."""
+"""Choices of tiles for the greedy choice's kernels."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 
 from anymla.ops.device import Target
 
-# Logits of a chunk without a low-rank term: 16 bytes a thread of float32.
+# Logits of a chunk without a low-rank term: 16 bytes of float32 for each thread.
 _CHUNK = 2048
-# With one: logits of a chunk, and rows of x that share its weights.
+# With a low-rank term: logits of a chunk, and rows of x that share its weights.
 _PRODUCT_CHUNK, _PRODUCT_ROWS = 128, 16
-# The same of float32's products, which have no matrix instructions, and columns of their tiles: a
-# thread has four sums, and operands of 64 columns stay in its registers.
+# For float32 products, which have no matrix instructions: logits of a chunk, and columns of their
+# tiles. A thread has four sums, and operands of 64 columns stay in its registers.
 _WIDE_CHUNK, _WIDE_K_TILE = 32, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class ChoiceConfig:
-    """Logits of a chunk, rows that share a chunk's weights, columns of a tile of them, warps."""
+    """Logits of a chunk, rows that share its weights, columns of a weight tile, and warps."""
 
     chunk: int
     rows: int
@@ -26,13 +26,13 @@ class ChoiceConfig:
 
 
 def choose_config(vocab: int, rank: int, wide: bool, target: Target) -> ChoiceConfig:
-    """The config of ``best_logits``.
+    """Choose the tile of a ``best_logits`` launch.
 
     Args:
-        vocab: logits of a row.
-        rank: columns of the low-rank term; 0 without one.
-        wide: whether the term's products are float32's.
-        target: where it runs.
+        vocab: number of logits in a row.
+        rank: number of columns of the low-rank term; 0 without one.
+        wide: True if the term's products are float32.
+        target: architecture of the device.
     """
     if not rank:
         return ChoiceConfig(min(_CHUNK, _power_of_2_above(vocab)), 1, 0, 4)
@@ -46,5 +46,5 @@ def choose_config(vocab: int, rank: int, wide: bool, target: Target) -> ChoiceCo
 
 
 def _power_of_2_above(n: int) -> int:
-    """The least power of two that is not below n >= 1."""
+    """Return the smallest power of two that is at least n >= 1."""
     return 1 << (n - 1).bit_length()

@@ -29,22 +29,24 @@ def best_logits(
 
         l[t, v] = logits[t, v] + sum_k x[t, k] weight[v, k]
 
-    The log-probability of the largest is its value less the logarithm.
+    The log-probability of the largest logit is its value minus that logarithm.
 
     Args:
-        logits: [T, V] any float dtype, V at least 1; rows may be further apart than V.
-        x: [T, K] any float dtype, or None for no term of low rank.
-        weight: [V, K] any float dtype, with ``x``.
+        logits: logits of each row, [T, V] any float dtype, V at least 1; the row stride may exceed
+            V.
+        x: left factor of a low-rank term, [T, K] any float dtype; None without the term.
+        weight: right factor of the term, [V, K] any float dtype; given if and only if x is.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        The largest logit [T] float32 (float64 for float64 logits), NaN if the row holds a NaN; its
-        token [T] int64, the lowest of equals, or the first NaN; and
-        log(sum_v exp(l[t, v])) [T] like the first.
+        Largest logit of each row [T], float32 (float64 for float64 logits), NaN if the row holds a
+        NaN; its token [T] int64, the lowest of equal ones, or that of the first NaN; and log(sum_v
+        exp(l[t, v])) [T] of the first result's dtype.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above, or one of x and weight is missing.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above, or only one of x and weight is
+            given.
     """
     name = "best_logits"
     sizes = check(

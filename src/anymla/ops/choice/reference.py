@@ -1,4 +1,4 @@
-"""The greedy choice, in float32 (float64 for float64 logits)."""
+"""Reference of the greedy choice, in float32 (float64 for float64 logits)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anymla.ops._check import wide_dtype
 def best_logits(
     logits: Tensor, x: Tensor | None = None, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See interface.best_logits."""
+    """Reference of ``interface.best_logits``; see its contract."""
     wide = logits.to(wide_dtype(logits.dtype))
     if x is not None and weight is not None:
         wide = wide + x.to(wide.dtype) @ weight.to(wide.dtype).T

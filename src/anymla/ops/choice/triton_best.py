@@ -1,10 +1,10 @@
-"""The largest logit of each row, its token, and the row's log-sum of exponentials.
+"""Greedy choice in Triton: each row's largest logit, its token, and the log-sum of exponentials.
 
     chunk_kernel    a row's chunk of CHUNK logits                       -> parts [T, chunks]
     product_kernel  all rows' chunk, with a low-rank term added         -> parts [T, chunks]
     merge_kernel    a row's parts                                       -> results [T]
 
-A chunk's weights of the low-rank term are read once for all rows.
+The weights of a chunk's low-rank term are read once for all rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anymla.ops.choice.config import ChoiceConfig, choose_config
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
-# More parts of a row in one warp's registers would spill.
+# Most parts of a row in one warp; more would spill.
 _PARTS_OF_A_WARP = 1024
 _NO_TOKEN = tl.constexpr(torch.iinfo(torch.int32).max)
 
@@ -161,7 +161,7 @@ def merge_kernel(
 def best_logits(
     logits: Tensor, x: Tensor | None = None, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See interface.best_logits."""
+    """Backend of ``interface.best_logits`` in Triton; see its contract."""
     rows, vocab = logits.shape
     device = logits.device
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -212,7 +212,7 @@ def _products(
     pdl: bool,
     device: torch.device,
 ) -> PreparedLaunch:
-    """``pdl``: the weight, which is read first, is no copy that is being made."""
+    """Prepare a launch; ``pdl`` is False if the weight, read first, is a copy just being made."""
     rows, vocab, stride = shape
     return PreparedLaunch(
         product_kernel,

@@ -1,4 +1,4 @@
-"""The best of all ranks' best tokens, where each rank has the logits of a part of the vocabulary.
+"""Greedy choice over ranks in Triton, where each rank has a part of the vocabulary's logits.
 
 Grid: rows. A row's value, token and log-sum of exponentials are words of one exchange.
 """
@@ -18,7 +18,7 @@ from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.choice.triton_best import largest, log_sum_exp
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
-# Words of a row.
+# Number of words that each row exchanges.
 WORDS = 4
 
 
@@ -85,13 +85,13 @@ def ranks_best_kernel(
 def best_over_ranks(
     best: tuple[Tensor, Tensor, Tensor], inboxes: Inboxes, *, first: int, vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """Choose among the ranks' best tokens; every rank calls it with as many rows.
+    """Choose among the ranks' best tokens; every rank must call it with as many rows.
 
     Args:
-        best: as ``best_logits`` gives them for this rank's tokens, in float32.
-        inboxes: of int32 words, WORDS of them for each program and row.
+        best: results of ``best_logits`` for this rank's logits, in float32.
+        inboxes: inboxes of int32 words, WORDS of them for each program and row.
         first: token of this rank's first logit.
-        vocab: tokens of all ranks.
+        vocab: number of tokens over all ranks.
 
     Returns:
         Tokens [T] int64, ``vocab`` for a row without a finite largest logit, and their

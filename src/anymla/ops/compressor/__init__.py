@@ -1,4 +1,4 @@
-"""Pooling windows of tokens into entries of the compressed caches."""
+"""The compressor: pools windows of tokens into entries of the compressed caches."""
 
 from anymla.ops.compressor.interface import (
     compress_norm,

@@ -1,4 +1,4 @@
-"""Contracts of the compressor: save states of tokens, compress closed windows to cache entries."""
+"""Contracts of the compressor: save tokens' states, compress closed windows to cache entries."""
 
 from torch import Tensor
 
@@ -29,25 +29,25 @@ def save_partial_states(
     compress_ratio: int,
     backend: str | None = None,
 ) -> None:
-    """Store what each token adds to its window: ``state[slot] = kv | score + ape[p mod ratio]``.
+    """Store each token's part of a window: ``state[slot] = kv | score + ape[p mod ratio]``.
 
-    The state is addressed by token position through a block table, so nothing moves when a window
-    closes, and going back to an earlier position needs no undoing.
+    States are addressed by token position through a block table, so nothing moves when a window
+    closes, and returning to an earlier position needs no undo.
 
     Args:
-        kv: [T, W] float32 (or float64), projected values; W = D, or 2 D with overlap.
-        score: [T, W] float32 (or float64), projected gate logits; may be a strided view, like kv.
-        ape: [ratio, W] float32 (or float64), position embedding within the window.
-        positions: [T] int64.
-        state_cache: [P, S, 2 W] float32 (or float64), inner strides (2 W, 1), any page stride;
-            written.
-        slot_mapping: [N] int64, N <= T, ``page * S + offset`` of the first N tokens. Slots outside
-            the cache are skipped; valid slots are distinct.
-        compress_ratio: tokens a window, >= 1.
+        kv: projected values, [T, W] float32 (or float64); W = D, or 2 D with overlap.
+        score: projected gate logits, [T, W] float32 (or float64); may be a strided view, like kv.
+        ape: position embedding within the window, [ratio, W] float32 (or float64).
+        positions: positions of the tokens, [T] int64.
+        state_cache: states to write, [P, S, 2 W] float32 (or float64) with inner strides (2 W, 1)
+            and any page stride.
+        slot_mapping: slots ``page * S + offset`` of the first N <= T tokens, [N] int64. Slots
+            outside the cache are skipped; valid slots are distinct.
+        compress_ratio: number of tokens in a window, at least 1.
         backend: name of the backend that runs; None for the best that can.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
 
     Source: DeepSeek-V4 reference, inference/model.py (Compressor), with position-addressed state.
     """
@@ -95,40 +95,44 @@ def compress_norm_rope_insert(
         c = sum_i softmax_i(s_i) kv_i
         row = rope(c / sqrt(mean(c^2) + eps) * norm_weight, position w * ratio)
 
-    Without overlap i runs over the window's own positions w ratio .. p and W = D. With overlap
-    W = 2 D and the sum has 2 ratio terms: the first D channels of the previous window's positions
-    and the last D of its own. Positions below 0 take no part. Then row (with ``hadamard`` times
-    the Hadamard matrix) is encoded in ``layout`` and stored at k_slot_mapping[t]. Nothing is
-    rounded before the layout does.
+    Without overlap, i runs over the window's own positions w ratio .. p, and W = D. With overlap, W
+    = 2 D and the sum has 2 ratio terms: the first D channels of the previous window's positions,
+    and the last D channels of its own. Positions below 0 are left out. The row, with ``hadamard``
+    multiplied by the Hadamard matrix, is then encoded in ``layout`` and stored at
+    k_slot_mapping[t]. Nothing is rounded before the encoding.
 
-    A token is skipped, and nothing written, if it closes no window, or its position, state slot,
-    request or target slot is negative or past its range. A position whose page id is outside the
-    state cache counts as absent; an entry without any row is skipped.
+    A token is skipped, and nothing is written for it, if it closes no window, or if its position,
+    state slot, request or target slot is negative or out of range. A position whose page id is
+    outside the state cache counts as absent; an entry without any present position is skipped.
 
     Args:
-        state_cache: [P, S, 2 W] float32 (or float64), inner strides (2 W, 1), any page stride, with
-            the states of this step already saved.
-        state_block_table: [R, SP] int32, page ids of each request; position i is at
-            ``table[i // S] * S + i % S``.
-        state_slot_mapping: [T] int64; negative marks tokens without a state (padding).
-        token_to_req: [T] int32, row of the block table; -1 for padding.
-        positions: [T] int64.
-        norm_weight: [D] floating point.
-        eps: added to the mean square.
-        cos_sin_cache: [L, Rd] float32 (or float64), as in ``norm_rope.rope``, of the compressed
-            layers' frequencies.
-        k_cache: [Pages, B, row] (or [Pages, B, 1, row]) in ``layout``, any page stride; written.
-        k_slot_mapping: [T] int64, ``page * B + offset`` of the entry; valid slots are distinct.
-        compress_ratio: tokens a window, >= 1.
-        overlap: whether an entry also pools the previous window.
-        layout: layout id of the target cache, of D channels.
-        hadamard: multiply by the normalised Hadamard matrix before encoding (D a power of two).
+        state_cache: states, including those of this step, [P, S, 2 W] float32 (or float64) with
+            inner strides (2 W, 1) and any page stride.
+        state_block_table: page ids of each request, [R, SP] int32; position i is at ``table[i // S]
+            * S + i % S``.
+        state_slot_mapping: slots of the tokens' states, [T] int64; negative for tokens without a
+            state (padding).
+        token_to_req: each token's row of the block table, [T] int32; -1 for padding.
+        positions: positions of the tokens, [T] int64.
+        norm_weight: weight of the RMS norm, [D] floating point.
+        eps: number added to the mean square.
+        cos_sin_cache: rotary table as in ``norm_rope.rope`` with the frequencies of compressed
+            layers, [L, Rd] float32 (or float64).
+        k_cache: cache to write, [Pages, B, row] (or [Pages, B, 1, row]) in ``layout``, any page
+            stride.
+        k_slot_mapping: slot ``page * B + offset`` of each entry, [T] int64; valid slots are
+            distinct.
+        compress_ratio: number of tokens in a window, at least 1.
+        overlap: True if an entry also pools the previous window.
+        layout: identifier of the target cache's layout, whose rows have D channels.
+        hadamard: True to multiply by the normalised Hadamard matrix first; D must be a power of
+            two.
         backend: name of the backend that runs; None for the best that can.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout.
+        TypeError, ValueError: if a dtype, shape, device or layout is wrong.
 
-    Source: DeepSeek-V4 reference, inference/model.py (Compressor), with float32 up to the encoding.
+    Source: DeepSeek-V4 reference, inference/model.py (Compressor), in float32 up to the encoding.
     """
     name = "compress_norm_rope_insert"
     require(compress_ratio >= 1, name, "compress_ratio", "at least 1", compress_ratio)
@@ -166,30 +170,31 @@ def compress_norm(
     overlap: bool,
     backend: str | None = None,
 ) -> Tensor:
-    """Compress every window that closes in this step; the entries are neither rotated nor stored.
+    """Compress every window that closes in this step, without rotating or storing the entries.
 
-    ``c / sqrt(mean(c^2) + eps) * norm_weight`` of ``compress_norm_rope_insert``, for models that
-    project index keys from the entry before it is rotated.
+    Returns ``c / sqrt(mean(c^2) + eps) * norm_weight`` of ``compress_norm_rope_insert``, for models
+    that project index keys from entries before rotation.
 
     Args:
-        state_cache: as there, and so are all other arguments.
-        state_block_table: [R, SP] int32.
-        state_slot_mapping: [T] int64.
-        token_to_req: [T] int32.
-        positions: [T] int64.
-        norm_weight: [D] floating point.
-        eps: added to the mean square.
-        compress_ratio: tokens a window, >= 1.
-        overlap: whether an entry also pools the previous window.
+        state_cache: states, including those of this step, as in ``compress_norm_rope_insert``.
+        state_block_table: page ids of each request, [R, SP] int32.
+        state_slot_mapping: slots of the tokens' states, [T] int64; negative for padding.
+        token_to_req: each token's row of the block table, [T] int32; -1 for padding.
+        positions: positions of the tokens, [T] int64.
+        norm_weight: weight of the RMS norm, [D] floating point.
+        eps: number added to the mean square.
+        compress_ratio: number of tokens in a window, at least 1.
+        overlap: True if an entry also pools the previous window.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, D] in the states' dtype; zero for tokens that close no window or would be skipped there.
+        Entries [T, D] in the states' dtype; zero for tokens that close no window or would be
+        skipped.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
 
-    Source: DeepSeek-V4.1 reference, inference/model.py (Compressor), with float32 throughout.
+    Source: DeepSeek-V4.1 reference, inference/model.py (Compressor), in float32 throughout.
     """
     name = "compress_norm"
     require(compress_ratio >= 1, name, "compress_ratio", "at least 1", compress_ratio)

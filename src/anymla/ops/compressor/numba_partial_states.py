@@ -1,4 +1,4 @@
-"""Store the compressor's projections of few tokens in the state cache, on a CPU."""
+"""Storing of the compressor's states for few tokens on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from anymla.ops._numba_rows import KERNEL, f32_at, i64_at
 
 
 def save_partial_states(kv, score, ape, positions, state_cache, slot_mapping, *, compress_ratio):
-    """See ``interface.save_partial_states``."""
+    """Backend of ``interface.save_partial_states`` in numba; see its contract."""
     if kv.stride(1) != 1 or score.stride(1) != 1:
         kv, score = kv.contiguous(), score.contiguous()
     slots, positions, ape = slot_mapping.contiguous(), positions.contiguous(), ape.contiguous()

@@ -1,4 +1,4 @@
-"""The compressor's mathematics, one token and one entry at a time."""
+"""Reference of the compressor in plain torch, one token and one entry at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def save_partial_states(
     *,
     compress_ratio: int,
 ) -> None:
-    """See ``interface.save_partial_states``."""
+    """Reference of ``interface.save_partial_states``; see its contract."""
     pages, page_size = state_cache.shape[:2]
     for token, slot in enumerate(slot_mapping.tolist()):
         if 0 <= slot < pages * page_size:
@@ -45,7 +45,7 @@ def compress_norm_rope_insert(
     layout: str,
     hadamard: bool = False,
 ) -> None:
-    """See ``interface.compress_norm_rope_insert``."""
+    """Reference of ``interface.compress_norm_rope_insert``; see its contract."""
     states = state_cache.shape[0] * state_cache.shape[1]
     cache = pages_of(k_cache)
     for token, position in enumerate(positions.tolist()):
@@ -79,7 +79,7 @@ def compress_norm(
     compress_ratio: int,
     overlap: bool,
 ) -> Tensor:
-    """See ``interface.compress_norm``."""
+    """Reference of ``interface.compress_norm``; see its contract."""
     states = state_cache.shape[0] * state_cache.shape[1]
     out = state_cache.new_zeros((len(positions), len(norm_weight)))
     for token, position in enumerate(positions.tolist()):
@@ -97,7 +97,7 @@ def compress_norm(
 def _pool(
     state_cache: Tensor, table: Tensor, position: int, ratio: int, overlap: bool
 ) -> Tensor | None:
-    """Pool the window that closes at ``position`` to [D]; None if none of its rows is there."""
+    """Pool the window that closes at ``position`` to [D]; None if no position of it is present."""
     pages, page_size = state_cache.shape[:2]
     halves = 2 if overlap else 1
     rows = []
@@ -106,7 +106,7 @@ def _pool(
         page = int(table[column]) if 0 <= column < len(table) else -1
         if before < 0 or not 0 <= page < pages:
             continue
-        # [kv or score, for the next window and the own one, D]; an older token gives the former.
+        # [value or score, for the next window and its own, D]; the window before gives the former.
         state = state_cache[page, before % page_size].view(2, halves, -1)
         rows.append(state[:, 0 if age >= ratio or not overlap else 1])
     if not rows:

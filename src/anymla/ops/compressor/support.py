@@ -1,4 +1,4 @@
-"""Calls that the compressor's backends take."""
+"""Support checks of the compressor's backends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def numba_partial_states_support(
     *,
     compress_ratio: int,
 ) -> Support:
-    """``supports`` of ``save_partial_states``."""
+    """Return support of numba's ``save_partial_states``: few tokens on a CPU."""
     return few_tokens_support(len(slot_mapping), (), (kv, score, ape, state_cache))
 
 
@@ -34,7 +34,7 @@ def norm_support(
     *args: Any,
     **kwargs: Any,
 ) -> Support:
-    """``supports`` of ``compress_norm`` by Triton: a tile holds whole entries."""
+    """Return support of Triton's ``compress_norm``, whose tile holds whole entries."""
     channels = len(norm_weight)
     if channels & (channels - 1):
         return Support(False, f"a power of two channels, got {channels}")

@@ -1,7 +1,7 @@
-"""Compress closed windows to cache entries: pool, norm, rotate and store all of a step at once.
+"""Compression of closed windows in torch: pool, norm, rotate and store all entries of a step.
 
-On the host windows are pooled out of whole pages, since values are known; elsewhere every token's
-window is gathered row by row, and masked.
+On the host, values can be read, so windows are pooled from whole pages; elsewhere every token's
+window is gathered row by row and masked.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from anymla.ops.compressor.config import Window
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """Saved states of requests.
+    """Saved states of all requests, with their page tables.
 
     Attributes:
-        cache: [P, S, 2 W].
-        tables: [R, columns] int32 page ids.
-        window: what an entry is compressed from.
+        cache: saved states by page, [P, S, 2 W].
+        tables: page ids of each request, [R, columns] int32.
+        window: window that an entry is compressed from.
     """
 
     cache: Tensor
@@ -39,12 +39,12 @@ class States:
 
 @dataclasses.dataclass(frozen=True)
 class WindowRange:
-    """Consecutive windows of one request.
+    """Range of consecutive windows of one request.
 
     Attributes:
         request: row of the block table.
         first: number of the first window.
-        count: how many.
+        count: number of windows in the range.
     """
 
     request: int
@@ -69,14 +69,14 @@ def compress_norm_rope_insert(
     layout: str,
     hadamard: bool = False,
 ) -> None:
-    """See ``interface.compress_norm_rope_insert``."""
+    """Backend of ``interface.compress_norm_rope_insert`` in torch; see its contract."""
     requests, columns = state_block_table.shape
     slots_of_states = state_cache.shape[0] * state_cache.shape[1]
     if not (positions.shape[0] and requests and columns and slots_of_states):
         return
     on_host = _host.on_host(positions)
     if on_host:
-        # Most decode steps close no window: leave before anything else is looked at.
+        # Most decode steps close no window, so that is checked before everything else.
         targets = k_slot_mapping.tolist()
         closing = [token for token, slot in enumerate(targets) if slot >= 0]
         if not closing:
@@ -90,7 +90,7 @@ def compress_norm_rope_insert(
         entries, kept = pooled
         positions, slots = positions.index_select(0, kept), k_slot_mapping.index_select(0, kept)
     else:
-        # A position below 0 has no row, so it is not among those that are there.
+        # A position below 0 has no rows, so present rows already exclude it.
         wanted = (positions + 1) % compress_ratio == 0
         wanted &= (state_slot_mapping >= 0) & (state_slot_mapping < slots_of_states)
         wanted &= (token_to_req >= 0) & (token_to_req < requests)
@@ -115,7 +115,7 @@ def compress_norm(
     compress_ratio: int,
     overlap: bool,
 ) -> Tensor:
-    """See ``interface.compress_norm``."""
+    """Backend of ``interface.compress_norm`` in torch; see its contract."""
     out = state_cache.new_zeros((len(positions), len(norm_weight)))
     requests, columns = state_block_table.shape
     slots_of_states = state_cache.shape[0] * state_cache.shape[1]
@@ -135,7 +135,7 @@ def compress_norm(
     wanted &= (token_to_req >= 0) & (token_to_req < requests)
     entries, there = _pool_tokens(states, token_to_req, positions)
     kept = (wanted & there).unsqueeze(1)
-    # What is not there may be anything, which the norm must not meet.
+    # Absent entries are undefined and must not reach the norm.
     return rms_norm(torch.where(kept, entries, 0), norm_weight, eps).masked_fill_(~kept, 0)
 
 
@@ -146,7 +146,7 @@ def _closed_on_host(
     token_to_req: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor] | None:
-    """Entries [n, D] of the tokens that close a window, and which tokens [n]; None if none does."""
+    """Return entries [n, D] of tokens that close a window, and the tokens [n]; None without any."""
     (pages, page_size), ratio = states.cache.shape[:2], states.window.ratio
     longest = max(1, config.HOST_ELEMENTS // (ratio * states.cache.shape[2]))
     tokens: list[int] = []
@@ -181,9 +181,9 @@ def _closed_on_host(
 
 
 def _pool_range(states: States, windows: WindowRange) -> Tensor | None:
-    """Entries [count, D] of windows, pooled out of whole pages; on the host only.
+    """Pool windows to entries [count, D] from whole pages; on the host only.
 
-    None if a page id is outside the cache or the table too short.
+    Returns None if a page id is outside the cache or the table is too short.
     """
     cache, window = states.cache, states.window
     if windows.count == 1:
@@ -202,14 +202,14 @@ def _pool_range(states: States, windows: WindowRange) -> Tensor | None:
         return None
     skip = start - column * page_size
     rows = cache.index_select(0, pages).flatten(0, 1)[skip : skip + stop - start]
-    # [windows, ratio, value and score, for the next window and the own one, D]
+    # [windows, ratio, value and score, for the next window and its own, D]
     by_window = rows.view(-1, ratio, 2, 1 + window.overlap, window.channels)
     own = by_window[-windows.count :, :, :, -1]
     if not window.overlap:
         return _pool(own)
     older = by_window[:-1, :, :, 0]
     if oldest < 0:
-        # No window precedes the first: weight exp(-inf) = 0.
+        # No window precedes the first, so its weight is exp(-inf) = 0.
         nothing = torch.zeros_like(own[:1])
         nothing[:, :, 1] = -torch.inf
         older = torch.cat((nothing, by_window[:-1, :, :, 0]))
@@ -219,17 +219,17 @@ def _pool_range(states: States, windows: WindowRange) -> Tensor | None:
 def _window_states(
     states: NDArray[Any], table: NDArray[Any], number: int, window: Window
 ) -> NDArray[Any] | None:
-    """Values and scores of one window in NumPy: decoding has no time for tensor calls.
+    """Read values and scores of one window in NumPy, since tensor calls are slow in decoding.
 
     Args:
-        states: [P, S, 2 W].
-        table: [columns] integer page ids of the request.
-        number: of the window.
-        window: its sizes.
+        states: saved states by page, [P, S, 2 W].
+        table: page ids of the request, [columns] integers.
+        number: number of the window, from 0.
+        window: sizes of the window.
 
     Returns:
-        [window.states, 2, D], value and score; score -inf where no window precedes the first. None
-        if a page id is outside the cache or the table too short.
+        Values and scores [window.states, 2, D]; scores are -inf where no window precedes the first.
+        None if a page id is outside the cache or the table is too short.
     """
     page_size, ratio = window.page_size, window.ratio
     start, stop = max(number - window.overlap, 0) * ratio, (number + 1) * ratio
@@ -251,7 +251,7 @@ def _window_states(
 
 
 def _pool_tokens(states: States, token_to_req: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """``_pool_rows`` of every token, a bounded number of them at a time."""
+    """Call ``_pool_rows`` for all tokens, a bounded number of them at a time."""
     on_host = _host.on_host(positions)
     limit = config.HOST_ELEMENTS if on_host else config.DEVICE_ELEMENTS
     step = max(1, limit // (states.window.ratio * states.cache.shape[2]))
@@ -267,11 +267,11 @@ def _pool_tokens(states: States, token_to_req: Tensor, positions: Tensor) -> tup
 def _pool_rows(states: States, requests: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Pool the windows that close at ``positions`` [n] of ``requests`` [n].
 
-    Rows that are not there take no part.
+    Positions without a row are left out of the pool.
 
     Returns:
-        [n, D] entries, and bool [n]: whether any of an entry's rows is there (if not, the entry is
-        undefined).
+        Entries [n, D], and a bool mask [n]: True if any row of an entry is present; an entry
+        without one is undefined.
     """
     window, tables = states.window, states.tables.index_select(0, requests)
     term = torch.arange(window.states, device=positions.device)
@@ -281,7 +281,7 @@ def _pool_rows(states: States, requests: Tensor, positions: Tensor) -> tuple[Ten
     present = (before >= 0) & (column < tables.shape[1]) & (page >= 0)
     present &= page < states.cache.shape[0]
     page = torch.where(present, page, 0)
-    # The window before gives its channels for the next one, the closing window its own.
+    # The window before contributes its channels for the next window, the closing one its own.
     halves = states.cache.unflatten(-1, (2, 1 + window.overlap, -1)).transpose(2, 3)
     rows = halves[page, before - column * window.page_size, term // window.ratio]
     absent = ~present.view(*present.shape, 1, 1)
@@ -291,13 +291,13 @@ def _pool_rows(states: States, requests: Tensor, positions: Tensor) -> tuple[Ten
 
 
 def _pool(rows: Tensor) -> Tensor:
-    """Weight values by the softmax of their scores, channel by channel.
+    """Average values with the softmax of their scores as weights, channel by channel.
 
     Args:
-        rows: [n, window, 2, D], value and score.
+        rows: values and scores of each window, [n, window, 2, D].
 
     Returns:
-        [n, D].
+        Entries of the windows, [n, D].
     """
     kv, score = rows.unbind(2)
     return (torch.softmax(score, dim=1) * kv).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Store the compressor's projections of each token in the state cache."""
+"""Storing of each token's compressor state in torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def save_partial_states(
     *,
     compress_ratio: int,
 ) -> None:
-    """See ``interface.save_partial_states``."""
+    """Backend of ``interface.save_partial_states`` in torch; see its contract."""
     pages, page_size = state_cache.shape[:2]
     count = slot_mapping.shape[0]
     if count <= FEW_HOST_TOKENS and _host.on_host(state_cache):
@@ -43,7 +43,7 @@ def _save_on_host(
     state_cache: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    """In NumPy, one token at a time: a decoding step has no time for tensor calls."""
+    """Save in NumPy, one token at a time, since tensor calls are slow in a decode step."""
     states, bias, width = state_cache.numpy(), ape.numpy(), ape.shape[1]
     values, logits = kv.numpy(), score.numpy()
     pages, page_size = states.shape[:2]

@@ -1,6 +1,6 @@
-"""Compress closed windows to cache entries: pool, norm, RoPE, Hadamard transform and store.
+"""Compression of closed windows in Triton: pool, norm, RoPE, Hadamard transform and store.
 
-Grid: blocks of tokens, which look for those of theirs that close a window; most leave at once.
+Grid: blocks of tokens, of which a CTA processes those that close a window; most leave at once.
 
     window -> pooled, here or by ``pool_kernel`` -> one row -> one entry, in any layout
 """
@@ -162,7 +162,7 @@ def compress_norm_rope_insert(
     layout: str,
     hadamard: bool = False,
 ) -> None:
-    """See ``interface.compress_norm_rope_insert``."""
+    """Backend of ``interface.compress_norm_rope_insert`` in Triton; see its contract."""
     count, (requests, columns) = positions.shape[0], state_block_table.shape
     cache, page_stride, pages, page_size = cache_bytes(k_cache)
     state_pages = state_cache.shape[0]
@@ -189,7 +189,7 @@ def compress_norm_rope_insert(
 
 
 class _Launches(NamedTuple):
-    """Of one call: pooling, if it is apart; the rest; channels of an entry."""
+    """Launches of one call: pooling, if separate, then the rest; and an entry's channels."""
 
     pool: PreparedLaunch | None
     compress: PreparedLaunch
@@ -205,7 +205,7 @@ def _compression(
     rest: tuple[Any, ...],
     device: torch.device,
 ) -> _Launches:
-    """Of the call's sizes and strides, and what windows are pooled from."""
+    """Prepare the launches for a call's sizes, strides and windows."""
     count, state_pages, columns, requests, pages, page_size = sizes
     ratio, overlap, states_of_page = pooled
     state_page_stride, page_stride, *table_strides = strides

@@ -1,4 +1,4 @@
-"""Entries that are neither rotated nor stored: closed windows are pooled and normed, a row a token.
+"""Pooling and norm of closed windows in Triton, without rotating or storing: one row a token.
 
 window -> pooled -> normed -> its token's row; zeros where no window closes       grid (tokens,)
 """
@@ -96,7 +96,7 @@ def compress_norm(
     compress_ratio: int,
     overlap: bool,
 ) -> Tensor:
-    """See ``interface.compress_norm``."""
+    """Backend of ``interface.compress_norm`` in Triton; see its contract."""
     count, (requests, columns) = positions.shape[0], state_block_table.shape
     pages, page_size = state_cache.shape[:2]
     if not (count and requests and columns and pages):

@@ -1,4 +1,4 @@
-"""Store the compressor's projections of each token in the state cache.
+"""Storing of each token's compressor state in Triton.
 
 Grid: a CTA for BLOCK_T consecutive tokens; the tile is BLOCK_T rows of BLOCK_W >= WIDTH channels.
 
@@ -80,7 +80,7 @@ def save_partial_states(
     *,
     compress_ratio: int,
 ) -> None:
-    """See ``interface.save_partial_states``."""
+    """Backend of ``interface.save_partial_states`` in Triton; see its contract."""
     count, (pages, page_size, _) = slot_mapping.shape[0], state_cache.shape
     if not count or not pages:
         return
@@ -94,7 +94,7 @@ def save_partial_states(
 def _saving(
     sizes: tuple[int, int, int, int, int], strides: tuple[int, ...], device: torch.device
 ) -> PreparedLaunch:
-    """Of tokens, pages and their size, channels and the ratio."""
+    """Prepare a launch for numbers of tokens, pages, page size, channels and ratio."""
     count, pages, page_size, width, ratio = sizes
     config = choose_save_config(width, target_of(device))
     return PreparedLaunch(

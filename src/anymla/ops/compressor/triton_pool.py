@@ -1,4 +1,4 @@
-"""Pool windows of states channel by channel: which tokens close one, and its softmax-weighted mean.
+"""Softmax-weighted mean of a window's states, channel by channel, in Triton.
 
 The tile is BLOCK_STATES states of the window by some channels, with a running softmax:
 
@@ -6,8 +6,8 @@ The tile is BLOCK_STATES states of the window by some channels, with a running s
     ...                   |       |    |   BLOCK_STATES rows at a time
     position p            |       |    |   -> one row
 
-Short windows are pooled by the kernel that stores entries. Long ones are half a megabyte, too much
-for one CTA: ``pool_kernel`` takes slices of channels. Its grid: (blocks of tokens, slices); most
+Short windows are pooled by the kernel that stores entries. Long ones, half a megabyte, are too much
+for one CTA, so ``pool_kernel`` takes slices of channels. Its grid: (blocks of tokens, slices); most
 CTAs leave at once.
 """
 
@@ -208,7 +208,7 @@ def pool_kernel(
 def prepare_pool(
     numbers: tuple[int, ...], window: Window, config: CompressConfig, device: torch.device
 ) -> PreparedLaunch:
-    """Of the kernel, whose ``numbers`` are the caller's: the tokens' pooled windows, [T, D]."""
+    """Prepare ``pool_kernel`` with the caller's ``numbers``; it writes pooled windows [T, D]."""
     return PreparedLaunch(
         pool_kernel,
         (cdiv(numbers[0], config.block_t), window.channels // config.pool_channels),

@@ -1,4 +1,4 @@
-"""Engram, V4.1's memory: rows that n-grams are hashed to, added to the streams by gates."""
+"""Engram, V4.1's n-gram memory: table rows by n-gram hashes, added to the streams by gates."""
 
 from anymla.ops.engram.interface import engram_gate, engram_rows
 

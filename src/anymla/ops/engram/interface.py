@@ -1,7 +1,7 @@
-"""Contracts of Engram, a memory of n-grams that the residual streams are added to.
+"""Contracts of Engram, a memory of n-grams that is added to the residual streams.
 
-A token's n-grams name C rows of a table, which are decoded, laid side by side, and projected to a
-key for each of the N streams and one value:
+A token's n-grams name C rows of a table, which are decoded, concatenated, and projected to a key
+for each of the N streams and one value:
 
     rows      = decode(codes, scales)            engram_rows
     projected = rows @ wkv^T                     a linear layer
@@ -21,19 +21,19 @@ from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require
 
 @operation(mutates=("out",))
 def engram_rows(out: Tensor, codes: Tensor, scales: Tensor, *, backend: str | None = None) -> None:
-    """Decode the rows that tokens read of a table, side by side.
+    """Decode the table rows that tokens read, and concatenate each token's.
 
     ``out[t, c W + i] = e4m3(codes[t, c, i]) * 2^(scales[t, c, i // (W / S)] - 127)``
 
     Args:
-        out: [T, C W] any float dtype; written, each value rounded once.
-        codes: [T, C, W] uint8 e4m3; codes 0x7F and 0xFF give NaN.
-        scales: [T, C, S] uint8 ue8m0, each of W / S neighbours; byte 255 gives NaN.
+        out: buffer for the decoded rows, [T, C W] any float dtype; each value is rounded once.
+        codes: e4m3 codes of the rows, [T, C, W] uint8; codes 0x7F and 0xFF give NaN.
+        scales: ue8m0 scales of W / S neighbours each, [T, C, S] uint8; byte 255 gives NaN.
         backend: name of the backend that runs; None for the best that can.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above, or S does not divide W.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above, or S does not divide W.
     """
     name = "engram_rows"
     sizes = check(name, codes=(codes, "T C W", torch.uint8), scales=(scales, "T C S", torch.uint8))
@@ -52,9 +52,9 @@ def _streams_like(h: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, .
 def engram_gate(
     h: Tensor, projected: Tensor, weight: Tensor, *, eps: float, backend: str | None = None
 ) -> Tensor:
-    """Add a value to each stream, as much as the stream and its key agree.
+    """Add the value to each stream, gated by how well the stream and its key agree.
 
-    With key_j and value the parts of ``projected``::
+    With key_j and value taken from ``projected``::
 
         d_j  = sum_i weight_ji h_ji key_ji / (rms(h_j) rms(key_j) sqrt(D)),
                rms(x) = sqrt(mean(x^2) + eps)
@@ -62,19 +62,19 @@ def engram_gate(
         h'_j = h_j + g_j value
 
     Args:
-        h: [T, N, D] any float dtype.
-        projected: [T, (N + 1) D] of h's dtype: the streams' keys in their order, then the value.
-        weight: [N, D] float32 (float64 allowed), product of the streams' and the keys' norm
-            weights.
-        eps: added to the mean squares.
+        h: residual streams of the tokens, [T, N, D] any float dtype.
+        projected: keys of the streams in order, then the value, [T, (N + 1) D] of h's dtype.
+        weight: product of the weights of the streams' and the keys' norms, [N, D] float32 (float64
+            allowed).
+        eps: number added to the mean squares.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        h' [T, N, D] in h's dtype, rounded once; contiguous.
+        New streams h', [T, N, D] contiguous in h's dtype, rounded once.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above.
     """
     parts = (h.shape[1] + 1) * h.shape[2] if isinstance(h, Tensor) and h.ndim == 3 else 0
     check(

@@ -1,4 +1,4 @@
-"""Named shapes of Engram: V4.1-Flash's tables and streams, and tokens of a step."""
+"""Named shapes of Engram: V4.1-Flash's tables and streams, and token numbers of a step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class EngramShape:
-    """Sizes of a model's n-grams.
+    """Sizes of one model's n-gram memory.
 
     Attributes:
-        hidden: channels D of a stream.
-        streams: N.
-        columns: rows C of a table that a token reads.
-        width: channels W of a row.
-        block: neighbours of a row that share a scale.
+        hidden: number of channels D of a stream.
+        streams: number of streams N.
+        columns: number of table rows C that a token reads.
+        width: number of channels W of a table row.
+        block: number of neighbouring channels of a row that share a scale.
     """
 
     hidden: int
@@ -25,5 +25,5 @@ class EngramShape:
 
 
 V41_FLASH = EngramShape(hidden=5120, streams=4, columns=24, width=256, block=32)
-# Tokens of a step: both tiles of rows.
+# Token numbers of a step, one for each tile of rows.
 TOKENS = (1, 4096)

@@ -1,9 +1,9 @@
-"""Add Engram's value to the streams, as much as each agrees with its key.
+"""Engram's gate in Triton: add the value to the streams, as much as each agrees with its key.
 
-Grid: streams, then tokens: neighbours read the same token's value, which all but the first find in
-the L2 cache. Stream, key and value are all asked for before the first is used, and stay in
-registers: everything is read and written once. (2, 4, 8 and 16 tokens a CTA, which keeps the
-weights, take 1 to 8 % longer for 4,096 tokens of V4.1-Flash on an H100.)
+Grid: streams, then tokens: neighbouring CTAs read the same token's value, which all but the first
+find in the L2 cache. Loads of stream, key and value are all issued before the first is used, and
+the values stay in registers, so everything is read and written once. (CTAs of 2, 4, 8 and 16
+tokens, which keep the weights, take 1 to 8 % longer for 4,096 tokens of V4.1-Flash on an H100.)
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def engram_gate_kernel(
 
 
 def engram_gate(h: Tensor, projected: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """See ``interface.engram_gate``."""
+    """Backend of ``interface.engram_gate`` in Triton; see its contract."""
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     if not h.numel():
         return out
@@ -104,7 +104,7 @@ def _gating(
     pdl: bool,
     device: torch.device,
 ) -> PreparedLaunch:
-    """Of streams of that shape and strides; ``pdl``: the weight is no copy that is being made."""
+    """Prepare a launch for streams; ``pdl`` is False if the weight is a copy just being made."""
     tokens, n, d = shape
     config = choose_gate_config(d, device_facts.target_of(device))
     return PreparedLaunch(

@@ -1,7 +1,7 @@
-"""Decode the rows that tokens read of a table, side by side.
+"""Decoding of Engram's table rows in Triton.
 
-Grid: tiles of blocks of channels. A token's rows are one row of the result, so that codes, scales
-and result have the same order and a tile may begin and end anywhere.
+Grid: tiles of blocks of channels. A token's rows form one row of the result, so codes, scales and
+result have the same order, and a tile may begin and end anywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def engram_rows_kernel(
 
 
 def engram_rows(out: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """See ``interface.engram_rows``."""
+    """Backend of ``interface.engram_rows`` in Triton; see its contract."""
     if not codes.numel():
         return
     tokens, columns, width = codes.shape

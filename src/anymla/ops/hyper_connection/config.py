@@ -1,6 +1,6 @@
-"""Choices of the hyper-connection kernels: tiles, slices, and when dependents launch.
+"""Choices of the hyper-connection kernels: tiles, slices, and when dependents are launched.
 
-The thresholds were measured on an H200; docs/performance/elementwise.md has the rows.
+Thresholds were measured on an H200; docs/performance/elementwise.md has the results.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from anymla.ops.device import Target, target_of
 from anymla.ops.pdl import target_has_pdl
 
 ROWS = 16
-# Up to here slices are not the widest, and a CTA of a large tile has one chunk of channels.
+# Most tokens with slices narrower than the widest and one chunk of channels in a large tile.
 MOST_NARROW_TOKENS = 128
-# Channels of a slice: of one block of tokens, of some, of many. One has few CTAs otherwise.
+# Channels of a slice for one block of tokens, for a few, for many. Few blocks need many slices.
 SLICES = (32, 128, 512)
 _CHANNELS = 32
-# From here on a CTA finds the gates of several tokens.
+# Fewest tokens for which a CTA computes the gates of several tokens.
 MANY_TOKENS = 513
-# From more tokens on, the CTAs of two kernels do not fit beside each other: those of the next one,
-# launched at once (PDL), would be stacked on the SMs that have space left.
+# Most tokens for which the CTAs of two kernels fit beside each other. With more, CTAs of a kernel
+# that PDL launches at once would be stacked on the SMs that have space left.
 TOGETHER = 64
-# Of so many tokens one CTA finds the gates, where there are many.
+# Number of tokens whose gates one CTA computes, if there are many.
 TOGETHER_MANY = 128
-# From here on tokens are enough for the larger tiles of ``triton_mix_many_tokens``.
+# Fewest tokens that fill the larger tiles of ``triton_mix_many_tokens``.
 MORE_TOKENS = 2048
 _WIDEST = 8192
-# Slices of a token that are summed at a time, of few tokens and of many.
+# Slices of a token that are summed at a time, for few tokens and for many.
 _FEW_LANES, _MANY_LANES = 128, 32
-# Channels of a tile that expands: 16 bytes a thread of each tensor for 16-bit streams.
+# Channels of an expanding tile: each thread moves 16 bytes of each 16-bit tensor.
 _EXPAND_ELEMENTS = 1024
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not below n >= 1."""
+    """Return the smallest power of two that is at least n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
 class MixConfig:
-    """Tokens, channels of a chunk and chunks of a CTA; warps.
+    """Tile of ``triton_mix``: tokens, channels of a chunk, chunks of a CTA, and warps.
 
     Attributes:
-        direct: four streams are multiplied from the registers that they were loaded to.
+        direct: True to multiply four streams from the registers that they were loaded to.
     """
 
     rows: int
@@ -56,9 +56,9 @@ class MixConfig:
 
 
 def choose_mix_config(tokens: int, d: int, dtype: torch.dtype, target: Target) -> MixConfig:
-    """Tiles for a call; of the number of tokens only its order of magnitude matters.
+    """Choose the tile of a call; only the order of magnitude of ``tokens`` matters.
 
-    Only bfloat16 streams are multiplied as they are; other dtypes need more registers a channel.
+    Only bfloat16 streams are multiplied unconverted; other dtypes need more registers a channel.
     """
     if dtype == torch.bfloat16 and target.backend == "cuda" and target.shared_bytes > 200 << 10:
         return _large_tile(tokens, d)
@@ -70,7 +70,7 @@ def choose_mix_config(tokens: int, d: int, dtype: torch.dtype, target: Target) -
 
 
 def _large_tile(tokens: int, d: int) -> MixConfig:
-    """Measured on an H200, slices of one chunk while that leaves every CTA a place."""
+    """Choose a tile for many tokens, with slices of one chunk as long as every CTA gets an SM."""
     columns = min(_CHANNELS, _width(d))
     if tokens <= TOGETHER:
         return MixConfig(ROWS, columns, 1, 8 if ROWS < tokens <= 2 * ROWS else 4)
@@ -81,19 +81,20 @@ def _large_tile(tokens: int, d: int) -> MixConfig:
 
 
 def _width(d: int) -> int:
-    """A power of two, d or the next one, at least what a matrix instruction takes."""
+    """Return the power of two from ``d`` on, at least the channels of a matrix instruction."""
     return max(16, next_power_of_2(d))
 
 
 def dependents_late(tokens: int, target: Target) -> bool:
-    """Whether the kernels of these tokens launch their dependents (PDL) only when they end."""
+    """Return True if kernels of so many tokens launch dependents (PDL) only when they end."""
     return target_has_pdl(target) and TOGETHER < tokens < MANY_TOKENS
 
 
 def joins_streams(n: int, dtype: torch.dtype, target: Target) -> bool:
-    """Whether the streams are one operand, for which RDNA and Arc A have too few registers.
+    """Return True if all streams form one operand, for which registers must suffice.
 
-    Intel's others have them for bfloat16: float16 spills 44 and float32 114, one by one 0.
+    RDNA and Arc A have too few registers; Intel's other GPUs have enough for bfloat16 only: float16
+    spills 44 and float32 114, one stream at a time 0.
     """
     fits = dtype == torch.bfloat16 and not target.arc_a if target.intel else not target.narrow
     return n == 4 and fits
@@ -101,7 +102,7 @@ def joins_streams(n: int, dtype: torch.dtype, target: Target) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ManyTokensConfig:
-    """Tokens and channels of a tile; warps; pipeline depth; channels of a slice."""
+    """Tile of ``triton_mix_many_tokens``: tokens, channels, warps, stages, channels of a slice."""
 
     rows: int
     columns: int
@@ -111,7 +112,7 @@ class ManyTokensConfig:
 
 
 def choose_many_tokens_config(tokens: int, d: int, target: Target) -> ManyTokensConfig:
-    """Large tiles, and as few slices as leave a CTA to every SM."""
+    """Choose a large tile, and as few slices as give every SM a CTA."""
     more = tokens >= MORE_TOKENS
     rows, columns, warps, stages = (128, 128, 8, 3) if more else (64, 64, 4, 4)
     slices = max(1, target.sm_count * rows // next_power_of_2(tokens))
@@ -120,14 +121,14 @@ def choose_many_tokens_config(tokens: int, d: int, target: Target) -> ManyTokens
 
 
 def takes_many_tokens(h: Tensor) -> bool:
-    """Whether these tokens are for ``triton_mix_many_tokens`` rather than ``triton_mix``."""
+    """Return True if ``triton_mix_many_tokens`` takes these streams instead of ``triton_mix``."""
     target = target_of(h.device)
     large = target.backend == "cuda" and target.shared_bytes > 200 << 10
     return large and h.dtype == torch.bfloat16 and h.shape[0] >= MANY_TOKENS
 
 
 def collapse_columns(d: int, many: bool, target: Target) -> tuple[int, int]:
-    """Channels of a tile and warps of the collapsing kernel."""
+    """Return channels of a tile, and warps, of the collapsing kernel."""
     columns = min(_WIDEST, next_power_of_2(d))
     warps = 4 if columns <= 4096 and not many else 8
     if target.arc_a:
@@ -136,19 +137,19 @@ def collapse_columns(d: int, many: bool, target: Target) -> tuple[int, int]:
 
 
 def collapse_lanes(slices: int, many: bool) -> int:
-    """How many slices of a token the collapsing kernel sums at a time."""
+    """Return how many slices of a token the collapsing kernel sums at a time."""
     return min(_MANY_LANES if many else _FEW_LANES, next_power_of_2(slices))
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpandConfig:
-    """Tokens and channels of a tile."""
+    """Tile of ``triton_expand``: tokens and channels."""
 
     rows: int
     columns: int
 
 
 def choose_expand_config(d: int) -> ExpandConfig:
-    """One token's channels, or several tokens where they are short."""
+    """Choose a tile of one token's channels, or of several tokens if they are short."""
     columns = min(_EXPAND_ELEMENTS, next_power_of_2(d))
     return ExpandConfig(_EXPAND_ELEMENTS // columns, columns)

@@ -1,7 +1,7 @@
 """Contracts of the hyper-connection operations.
 
 The residual of a DeepSeek-V4 model is a state h of N streams (hc_mult, 4). Around each sublayer F
-(attention or MoE) a site computes three gates from the state, collapses the streams to one, and
+(attention or MoE), a site computes three gates from the state, collapses the streams to one, and
 afterwards expands and mixes them again:
 
     y, post, comb = hc_pre(h, ...)          y = sum_i pre_i h_i
@@ -71,25 +71,27 @@ def hc_pre(
         y    = sum_i pre_i h_i, rounded once to h's dtype
 
     Args:
-        h: [T, N, D] any float dtype; tokens and streams anywhere, so that equal streams can be one.
-        fn: [(2 + N) N, N D] float32 (float64 allowed), rows pre, post, comb.
-        base: [(2 + N) N] like fn.
-        scale: [3] like fn: of pre, post and comb.
-        norm_eps: added to the mean square of f, and to that of y.
-        hc_eps: added to pre, to the softmax and to every sum of the Sinkhorn iteration.
-        iters: Sinkhorn iterations, at least 1 (20 in the released models).
-        norm_weight: [D] any float dtype, weight of the sublayer's RMSNorm, or None for y as it is.
-        codes: the y that is returned, quantised (see ``formats.quantized_rows``), or None.
-        code_scales: its scales, with ``codes``.
+        h: residual streams, [T, N, D] any float dtype; any token and stream strides, so equal
+            streams can share memory.
+        fn: weight of the gates' mixes, [(2 + N) N, N D] float32 (float64 allowed), rows pre, post,
+            comb.
+        base: offsets of the gates, [(2 + N) N] of fn's dtype.
+        scale: factors of the mixes for pre, post and comb, [3] of fn's dtype.
+        norm_eps: number added to the mean square of f, and to that of y.
+        hc_eps: number added to pre, to the softmax and to every sum of the Sinkhorn iteration.
+        iters: number of Sinkhorn iterations, at least 1 (20 in the released models).
+        norm_weight: weight of the sublayer's RMSNorm, [D] any float dtype; None to return y itself.
+        codes: buffer for the returned y quantised to FP8 (see ``formats.quantized_rows``), or None.
+        code_scales: buffer for the scales of ``codes``, given if and only if ``codes`` is.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        y or RMSNorm(y) [T, D] in h's dtype, rounded once each; post [T, N] and comb [T, N, N] in
+        y or RMSNorm(y) [T, D] in h's dtype, each rounded once; post [T, N] and comb [T, N, N] in
         float32 (float64 if h is).
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above, or iters < 1.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above, or iters < 1.
     """
     _check_gates(
         "hc_pre",
@@ -115,21 +117,21 @@ def hc_post(
 ) -> Tensor:
     """Expand a sublayer's output into the streams: h'_j = post_j u + sum_i comb_ij h_i.
 
-    The sum is over comb's first index (comb transposed times h).
+    The sum runs over comb's first index (comb transposed times h).
 
     Args:
-        u: [T, D] output of the sublayer, h's dtype.
-        h: [T, N, D] the streams that hc_pre collapsed.
-        post: [T, N] float32 or float64, from hc_pre.
-        comb: [T, N, N] like post, from hc_pre.
+        u: output of the sublayer, [T, D] of h's dtype.
+        h: streams that hc_pre collapsed, [T, N, D] any float dtype.
+        post: gates from hc_pre, [T, N] float32 or float64.
+        comb: mixing matrices from hc_pre, [T, N, N] of post's dtype.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, N, D] in h's dtype, rounded once.
+        New streams, [T, N, D] in h's dtype, rounded once.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above.
     """
     check(
         "hc_post",
@@ -162,26 +164,27 @@ def hc_gates(
     iters: int,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gates of a site, without collapsing the streams: pre, post and comb of ``hc_pre``.
+    """Compute a site's gates pre, post and comb as ``hc_pre`` does, without collapsing the streams.
 
     For models whose sublayers read the streams through the gates of the site before.
 
     Args:
-        h: [T, N, D] any float dtype, as in hc_pre.
-        fn: [(2 + N) N, N D] float32 (float64 allowed), rows pre, post, comb.
-        base: [(2 + N) N] like fn.
-        scale: [3] like fn.
-        norm_eps: added to the mean square of the flattened streams.
-        hc_eps: as in hc_pre.
-        iters: as in hc_pre.
+        h: residual streams as in hc_pre, [T, N, D] any float dtype.
+        fn: weight of the gates' mixes, [(2 + N) N, N D] float32 (float64 allowed), rows pre, post,
+            comb.
+        base: offsets of the gates, [(2 + N) N] of fn's dtype.
+        scale: factors of the mixes for pre, post and comb, [3] of fn's dtype.
+        norm_eps: number added to the mean square of the flattened streams.
+        hc_eps: number added to pre, to the softmax and to every Sinkhorn sum.
+        iters: number of Sinkhorn iterations, at least 1.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        pre [T, N], post [T, N] and comb [T, N, N] in float32 (float64 if h is).
+        Gates pre [T, N], post [T, N] and comb [T, N, N] in float32 (float64 if h is).
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above, or iters < 1.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above, or iters < 1.
 
     Source: DeepSeek-V4.1 reference, inference/model.py.
     """
@@ -217,20 +220,20 @@ def hc_head(
     pre = sigmoid(m * scale + base) + hc_eps with m as in ``hc_pre``.
 
     Args:
-        h: [T, N, D] any float dtype.
-        fn: [N, N D] float32 (float64 allowed).
-        base: [N] like fn.
-        scale: [1] like fn.
-        norm_eps: added to the mean square of the flattened streams.
-        hc_eps: added to pre.
+        h: residual streams after the last layer, [T, N, D] any float dtype.
+        fn: weight of the gates' mixes, [N, N D] float32 (float64 allowed).
+        base: offsets of the gates, [N] of fn's dtype.
+        scale: factor of the mixes, [1] of fn's dtype.
+        norm_eps: number added to the mean square of the flattened streams.
+        hc_eps: number added to the gates pre.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, D] in h's dtype, rounded once.
+        Collapsed streams y, [T, D] in h's dtype, rounded once.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above.
     """
     n, d = (h.shape[1], h.shape[2]) if h.ndim == 3 else (0, 0)
     check(
@@ -257,20 +260,20 @@ def hc_collapse_norm(
     """Collapse the streams with given gates, and normalise: RMSNorm(sum_i pre_i h_i).
 
     Args:
-        h: [T, N, D] any float dtype.
-        pre: [T, N] float32 or float64, from ``hc_gates``.
-        norm_weight: [D] any float dtype, or None for the sum as it is.
-        norm_eps: added to the mean square of the sum.
-        codes: as in hc_pre, of the result.
-        code_scales: likewise.
+        h: residual streams to collapse, [T, N, D] any float dtype.
+        pre: gates from ``hc_gates``, [T, N] float32 or float64.
+        norm_weight: weight of the RMSNorm, [D] any float dtype; None to return the sum itself.
+        norm_eps: number added to the mean square of the sum.
+        codes: buffer for the result quantised to FP8 (see ``formats.quantized_rows``), or None.
+        code_scales: buffer for the scales of ``codes``, given if and only if ``codes`` is.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, D] in h's dtype; the sum is rounded to it once, and so is the result.
+        Normalised sum [T, D] in h's dtype; the sum is rounded to it once, and so is the result.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above.
 
     Source: DeepSeek-V4.1 reference, inference/model.py.
     """
@@ -307,30 +310,30 @@ def hc_post_pre_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Leave one site and enter the next: hc_post, then hc_pre and the sublayer's RMSNorm.
 
-    Rounds where the separate operations round: h' once, y once, the normed y once.
+    Rounds where the separate operations do: h' once, y once, the normed y once.
 
     Args:
-        u: [T, D] output of the sublayer of the site that is left.
-        h: [T, N, D] streams before that sublayer, as in hc_pre.
-        post: [T, N] gates of that site.
-        comb: [T, N, N] gates of that site.
-        fn: [(2 + N) N, N D] weights of the site that is entered, as in hc_pre.
-        base: [(2 + N) N] likewise.
-        scale: [3] likewise.
-        norm_weight: [D] any float dtype, weight of the RMSNorm before the next sublayer.
-        norm_eps: of both the stream norm and that RMSNorm.
-        hc_eps: as in hc_pre.
-        iters: as in hc_pre.
-        codes: as in hc_pre, of the normed y.
-        code_scales: likewise.
+        u: output of the sublayer of the site that is left, [T, D] of h's dtype.
+        h: streams before that sublayer, [T, N, D] as in hc_pre.
+        post: gates post of the site that is left, [T, N].
+        comb: mixing matrices of the site that is left, [T, N, N].
+        fn: weight of the entered site's mixes, [(2 + N) N, N D] as in hc_pre.
+        base: offsets of the entered site's gates, [(2 + N) N] of fn's dtype.
+        scale: factors of the entered site's mixes, [3] of fn's dtype.
+        norm_weight: weight of the RMSNorm before the next sublayer, [D] any float dtype.
+        norm_eps: number added to the mean squares of the stream norm and of that RMSNorm.
+        hc_eps: number added to pre, to the softmax and to every Sinkhorn sum.
+        iters: number of Sinkhorn iterations, at least 1.
+        codes: buffer for the normed y quantised to FP8 (see ``formats.quantized_rows``), or None.
+        code_scales: buffer for the scales of ``codes``, given if and only if ``codes`` is.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        h' [T, N, D] and RMSNorm(y) [T, D] in h's dtype, post' [T, N], comb' [T, N, N].
+        New streams h' [T, N, D] and RMSNorm(y) [T, D] in h's dtype, post' [T, N], comb' [T, N, N].
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above, or iters < 1.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above, or iters < 1.
     """
     _check_gates(
         "hc_post_pre_norm",

@@ -1,4 +1,4 @@
-"""Hyper-connections of few tokens on a CPU: a site is one kernel."""
+"""Hyper-connections for few tokens on a CPU; each site is one kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from anymla.ops._numba_rows import (
 def hc_pre(
     h, fn, base, scale, *, norm_eps, hc_eps, iters, norm_weight=None, codes=None, code_scales=None
 ):
-    """See ``interface.hc_pre``."""
+    """Backend of ``interface.hc_pre`` in numba; see its contract."""
     return _enter(None, h, None, None, fn, base, scale, norm_weight, norm_eps, hc_eps, iters)[1:]
 
 
@@ -34,12 +34,12 @@ def hc_post_pre_norm(
     u, h, post, comb, fn, base, scale, norm_weight, *,
     norm_eps, hc_eps, iters, codes=None, code_scales=None,
 ):  # fmt: skip
-    """See ``interface.hc_post_pre_norm``."""
+    """Backend of ``interface.hc_post_pre_norm`` in numba; see its contract."""
     return _enter(u, h, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iters)
 
 
 def _enter(u, h, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iters):
-    """Streams, the site's input, and its gates; without u the streams are as they are."""
+    """Return new streams, the site's input, post and comb; without u, h itself is the streams."""
     tokens, n, width = h.shape
     h = h.contiguous()
     streams, before = h, (0, 0, 0)
@@ -63,7 +63,7 @@ def _enter(u, h, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, ite
 
 
 def hc_post(u, h, post, comb):
-    """See ``interface.hc_post``."""
+    """Backend of ``interface.hc_post`` in numba; see its contract."""
     u, h, post, comb = u.contiguous(), h.contiguous(), post.contiguous(), comb.contiguous()
     out = torch.empty(h.shape, dtype=h.dtype)
     before = u.data_ptr(), post.data_ptr(), comb.data_ptr()
@@ -72,7 +72,7 @@ def hc_post(u, h, post, comb):
 
 
 def hc_head(h, fn, base, scale, *, norm_eps, hc_eps):
-    """See ``interface.hc_head``."""
+    """Backend of ``interface.hc_head`` in numba; see its contract."""
     tokens, n, width = h.shape
     h, fn, base, scale = h.contiguous(), fn.contiguous(), base.contiguous(), scale.contiguous()
     y = torch.empty((tokens, width), dtype=h.dtype)
@@ -83,7 +83,7 @@ def hc_head(h, fn, base, scale, *, norm_eps, hc_eps):
 
 @njit(**KERNEL)
 def _return(shape, h, before, out):
-    """Return outputs u to the streams: ``out_j = post_j u + sum_i comb_ij h_i``."""
+    """Expand outputs u into the streams: ``out_j = post_j u + sum_i comb_ij h_i``."""
     tokens, n, width = shape
     u, post, comb = before
     streams, total = np.empty((n, width), np.float32), np.empty(width, np.float32)
@@ -140,7 +140,7 @@ def _site(
         to = u16_at(y + 2 * token * width, width)
         narrow(x, to)
         if norm != 0:
-            widen(to, x)  # the norm is of the rounded sum
+            widen(to, x)  # the norm is that of the rounded sum
             inverse_of_x = inverse_rms(x, norm_eps)
             norms = f32_at(norm, width)
             for d in range(width):
@@ -154,7 +154,7 @@ def _sigmoid(x):
 
 @njit(cache=CACHE)
 def _collapse(f, pre, x):
-    """The streams [N D] weighted by gates [N]."""
+    """Sum the streams [N D], weighted by gates [N]."""
     width = len(x)
     x[:] = 0
     for i in range(len(pre)):
@@ -163,7 +163,7 @@ def _collapse(f, pre, x):
 
 @njit(cache=CACHE, error_model="numpy")
 def _balance(c, eps, iters):
-    """Softmax of every row + eps, then Sinkhorn's iterations, which begin and end on columns."""
+    """Take each row's softmax + eps, then run Sinkhorn's iterations, first and last on columns."""
     n = len(c)
     for i in range(n):
         top = c[i, 0]

@@ -1,4 +1,4 @@
-"""The mathematics of hyper-connections, in float32 (float64 for float64 streams)."""
+"""Reference of hyper-connections in plain torch, in float32 (float64 for float64 streams)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _mix(h: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 
 
 def sinkhorn(logits: Tensor, *, eps: float, iters: int) -> Tensor:
-    """Nearly doubly stochastic matrices [T, N, N] from logits; ends on the column step."""
+    """Make nearly doubly stochastic matrices [T, N, N] of logits; the last step is on columns."""
     c = torch.softmax(logits, dim=-1) + eps
     c = c / (c.sum(dim=-2, keepdim=True) + eps)
     for _ in range(iters - 1):
@@ -45,7 +45,7 @@ def hc_pre(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See interface.hc_pre."""
+    """Reference of ``interface.hc_pre``; see its contract."""
     pre, post, comb = hc_gates(h, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters)
     collapsed = hc_collapse_norm(
         h, pre, norm_weight, norm_eps=norm_eps, codes=codes, code_scales=code_scales
@@ -63,7 +63,7 @@ def hc_gates(
     hc_eps: float,
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See interface.hc_gates."""
+    """Reference of ``interface.hc_gates``; see its contract."""
     n = h.shape[1]
     mix = _mix(h, fn, norm_eps)
     pre, post, comb = mix.split([n, n, n * n], dim=1)
@@ -83,7 +83,7 @@ def hc_collapse_norm(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Tensor:
-    """See interface.hc_collapse_norm."""
+    """Reference of ``interface.hc_collapse_norm``; see its contract."""
     y = _collapse(h, pre)
     if norm_weight is not None:
         x = y.to(pre.dtype)
@@ -94,7 +94,7 @@ def hc_collapse_norm(
 
 
 def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """See interface.hc_post."""
+    """Reference of ``interface.hc_post``; see its contract."""
     expanded = post[:, :, None] * u.to(post.dtype)[:, None, :]
     mixed = (comb[:, :, :, None] * h.to(post.dtype)[:, :, None, :]).sum(dim=1)
     return (expanded + mixed).to(h.dtype)
@@ -103,7 +103,7 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 def hc_head(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
 ) -> Tensor:
-    """See interface.hc_head."""
+    """Reference of ``interface.hc_head``; see its contract."""
     mix = _mix(h, fn, norm_eps)
     return _collapse(h, torch.sigmoid(mix * scale + base) + hc_eps)
 
@@ -126,7 +126,7 @@ def post_then_pre(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``interface.hc_post_pre_norm`` as a backend's ``hc_post`` and then its ``hc_pre``."""
+    """Compose ``interface.hc_post_pre_norm`` of a backend's ``hc_post`` and its ``hc_pre``."""
     streams = hc_post(u, h, post, comb)
     return streams, *hc_pre(
         streams,

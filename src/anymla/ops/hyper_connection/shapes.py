@@ -1,4 +1,4 @@
-"""Named shapes of hyper-connections: residual streams of V4 and V4.1, and tokens of a step."""
+"""Named shapes of hyper-connections: V4's and V4.1's residual streams, and token numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class StreamsShape:
-    """Streams of a model.
+    """Sizes of one model's residual streams.
 
     Attributes:
-        hidden: channels D of a stream.
-        streams: N.
+        hidden: number of channels D of a stream.
+        streams: number of streams N.
     """
 
     hidden: int
@@ -19,14 +19,14 @@ class StreamsShape:
 
     @property
     def mixes(self) -> int:
-        """Gates of a site."""
+        """Number of gates of a site, over pre, post and comb."""
         return (2 + self.streams) * self.streams
 
 
 V4_FLASH = StreamsShape(4096)
 V4_PRO = StreamsShape(7168)
 V41_FLASH = StreamsShape(5120)
-# Tokens of a step, one for every way that ``config`` knows.
+# Token numbers of a step, one for each path through ``config``.
 TOKENS = (1, 17, 33, 65, 129, 513, 2048)
-# Of them one with each number of slices.
+# Token numbers among these with distinct numbers of slices.
 FEW = (1, 65, 129, 513, 2048)

@@ -1,4 +1,4 @@
-"""Calls that numba's hyper-connections take."""
+"""Support checks of numba's hyper-connections."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def numba_site_support(
     codes: Tensor | None = None,
     **_: object,
 ) -> Support:
-    """``supports`` of ``hc_pre`` and ``hc_head``."""
+    """Return support of numba's ``hc_pre`` and ``hc_head``: few tokens on a CPU."""
     if codes is not None:
         return Support(False, "rows that are not quantised as well")
     return few_tokens_support(len(h), (h,), (fn, base, scale, norm_weight))
 
 
 def numba_post_support(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Support:
-    """``supports`` of ``hc_post``."""
+    """Return support of numba's ``hc_post``: few tokens on a CPU."""
     return few_tokens_support(len(h), (u, h), (post, comb))
 
 
@@ -40,7 +40,7 @@ def numba_both_support(
     norm_weight: Tensor,
     **options: object,
 ) -> Support:
-    """``supports`` of ``hc_post_pre_norm``."""
+    """Return support of numba's ``hc_post_pre_norm``: few tokens on a CPU."""
     support = numba_post_support(u, h, post, comb)
     codes = options.get("codes")
     assert codes is None or isinstance(codes, Tensor)

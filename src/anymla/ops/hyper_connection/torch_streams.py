@@ -1,4 +1,4 @@
-"""Hyper-connections on any torch device; tokens go through in blocks that bound the scratch."""
+"""Hyper-connections on any torch device; tokens are processed in blocks that bound scratch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from anymla.ops._check import wide_dtype
 from anymla.ops._quantized import fill_codes
 from anymla.ops.hyper_connection.reference import post_then_pre
 
-# A decode step has some sixty numbers a site, for which every library call costs more than the
-# arithmetic: on one core the gates of a token take 35 us in Python numbers, 100 us as torch calls.
-# Python's float64 makes them more exact, not less.
+# Most tokens whose gates are computed in Python. A site has some sixty numbers a token, for which a
+# library call costs more than its arithmetic: on one core, a token's gates take 35 us in Python and
+# 100 us as torch calls. Python's float64 is also more exact.
 _MOST_PYTHON_TOKENS = 2
 _STREAMS = 4
-_LOWEST_LOGIT = -700.0  # exp(700) is finite, and the sigmoid below it is 0 in every dtype
+_LOWEST_LOGIT = -700.0  # exp(700) is finite, and below this the sigmoid is 0 in every dtype
 
 
 def suits_few(h: Tensor, norm_eps: float, hc_eps: float) -> bool:
-    """Whether streams [T, N, D] go this way; without both eps Python could divide by zero."""
+    """Return True if Python computes the gates of h [T, N, D]; both eps must exclude 0 / 0."""
     tokens, streams, _ = h.shape
     return (
         streams == _STREAMS
@@ -47,20 +47,20 @@ def gates_of_few(
     hc_eps: float,
     iters: int,
 ) -> Tensor:
-    """The gates of a site.
+    """Compute a site's gates for few tokens, in Python numbers.
 
     Args:
-        mix: [T, 24], f @ fn^T, not yet normalised.
-        norm: [T], Euclidean norms of f.
-        base: [24].
-        scale: [3].
-        channels: N D, length of f.
-        norm_eps: see interface.hc_pre.
-        hc_eps: likewise.
-        iters: likewise.
+        mix: f @ fn^T, not yet normalised, [T, 24].
+        norm: Euclidean norms of f, [T].
+        base: offsets of the gates, [24] in order pre, post, comb.
+        scale: factors of the mixes for pre, post and comb, [3].
+        channels: length N D of f.
+        norm_eps: number added to the mean square of f.
+        hc_eps: number added to pre, to the softmax and to every Sinkhorn sum.
+        iters: number of Sinkhorn iterations, at least 1.
 
     Returns:
-        [T, 24] in mix's dtype: pre [4], post [4] and comb [4, 4].
+        Gates [T, 24] in mix's dtype: pre [4], post [4] and comb [4, 4].
     """
     offsets, factors = base.tolist(), scale.tolist()
     rows = []
@@ -87,7 +87,7 @@ def _softmax(logits: list[float], eps: float) -> list[float]:
 
 
 def _balance(rows: list[list[float]], eps: float, iters: int) -> list[float]:
-    """Sinkhorn iterations of one 4 x 4 matrix, kept as factors of rows r and columns c around it.
+    """Run Sinkhorn iterations on one 4 x 4 matrix, kept as row factors r and column factors c.
 
     Dividing a row by (its sum + eps) divides its factor r by (r <row, c> + eps); columns likewise.
     """
@@ -111,15 +111,15 @@ def _balance(rows: list[list[float]], eps: float, iters: int) -> list[float]:
     ]
 
 
-# An N x N matrix (N = 4) is divided 39 times by its column or row sums: few tokens pay for calls,
-# not for arithmetic: on one core 230 us as torch calls, 40 us as the NumPy products below. The last
-# Sinkhorn iteration ends on columns.
+# An N x N matrix (N = 4) is divided 39 times by its column or row sums, so for few tokens call
+# overhead dominates: on one core 230 us as torch calls, 40 us as the NumPy products below. The last
+# division is by column sums.
 def sinkhorn(logits: Tensor, *, eps: float, iters: int) -> Tensor:
-    """See reference.sinkhorn: [T, N, N] logits to [T, N, N] nearly doubly stochastic matrices."""
+    """Balance logits [T, N, N] to nearly doubly stochastic matrices; see ``reference.sinkhorn``."""
     c = torch.softmax(logits, dim=-1).add_(eps)
     if _host.on_host(c):
         return _balance_numpy(c, eps, iters)
-    # Sums, not products with a matrix of ones: those might be computed in TF32.
+    # Sums instead of products with ones, since products might be computed in TF32.
     c.div_(c.sum(dim=-2, keepdim=True).add_(eps))
     for _ in range(iters - 1):
         c.div_(c.sum(dim=-1, keepdim=True).add_(eps))
@@ -129,10 +129,10 @@ def sinkhorn(logits: Tensor, *, eps: float, iters: int) -> Tensor:
 
 @functools.cache
 def _summing_matrices(n: int, eps: float, dtype: Any) -> tuple[Any, Any]:
-    """Constants of [N^2 + 1, N^2 + 1] that turn matrices into their row, and column, sums + eps.
+    """Return matrices [N^2 + 1, N^2 + 1] that map a matrix to its row sums and column sums + eps.
 
-    A matrix is a row of N^2 numbers followed by a 1, which carries eps into each sum and whose own
-    sum is 1, so that it survives the division.
+    A matrix is a row of N^2 numbers followed by a 1. The 1 carries eps into each sum; its own sum
+    is 1, so that it survives the division.
     """
     identity, ones = np.eye(n), np.ones((n, n))
     matrices = []
@@ -164,8 +164,8 @@ def _balance_numpy(c: Tensor, eps: float, iters: int) -> Tensor:
     return torch.from_numpy(flat[:, :-1]).view(tokens, n, n)
 
 
-# Elements of a block of streams, which is copied to float32: 4 MiB stay in a CPU's cache, 256 MiB
-# keep a GPU busy.
+# Elements of a block of streams that is copied to float32: 4 MiB fit in a CPU's cache, 256 MiB keep
+# a GPU busy.
 _CPU_BLOCK = 1 << 20
 _DEVICE_BLOCK = 1 << 26
 
@@ -177,7 +177,7 @@ def _block_tokens(h: Tensor) -> int:
 
 @functools.cache
 def _scale_of_row(n: int, device: torch.device) -> Tensor:
-    """Which of the three scales each of fn's (2 + N) N rows takes."""
+    """Return, for each of fn's (2 + N) N rows, which of the three scales it takes."""
     return torch.tensor([0] * n + [1] * n + [2] * (n * n), device=device)
 
 
@@ -231,7 +231,7 @@ def _gates_block(
     hc_eps: float,
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates of flattened streams [T, N D]; ``scale`` is one number for each of ``fn``'s rows."""
+    """Compute gates of flattened streams [T, N D]; ``scale`` has one number for each row of fn."""
     gates = torch.addcmul(base, _mix(f, fn, norm_eps), scale)
     pre = gates[:, :n].sigmoid().add_(hc_eps)
     post = gates[:, n : 2 * n].sigmoid().mul_(2)
@@ -250,7 +250,7 @@ def _site(
     *,
     collapses: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The collapsed streams [T, D], or pre [T, N] where they are not; post and comb."""
+    """Return collapsed streams [T, D], or pre [T, N] unless ``collapses``; then post and comb."""
     tokens, n, d = h.shape
     dtype, few = wide_dtype(h.dtype), suits_few(h, norm_eps, hc_eps)
     if not few:
@@ -288,7 +288,7 @@ def hc_pre(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See interface.hc_pre."""
+    """Backend of ``interface.hc_pre`` in torch; see its contract."""
     y, post, comb = _site(h, fn, base, scale, norm_eps, hc_eps, iters, collapses=True)
     if norm_weight is not None:
         x = y.to(post.dtype)
@@ -307,7 +307,7 @@ def hc_gates(
     hc_eps: float,
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See interface.hc_gates."""
+    """Backend of ``interface.hc_gates`` in torch; see its contract."""
     return _site(h, fn, base, scale, norm_eps, hc_eps, iters, collapses=False)
 
 
@@ -320,7 +320,7 @@ def hc_collapse_norm(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Tensor:
-    """See interface.hc_collapse_norm."""
+    """Backend of ``interface.hc_collapse_norm`` in torch; see its contract."""
     y = h.new_empty((h.shape[0], h.shape[2]))
     for start in range(0, len(h), _block_tokens(h)):
         part = slice(start, start + _block_tokens(h))
@@ -338,7 +338,7 @@ def _post_block(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """See interface.hc_post."""
+    """Backend of ``interface.hc_post`` in torch; see its contract."""
     tokens = h.shape[0]
     block = _block_tokens(h)
     if tokens <= block:
@@ -353,7 +353,7 @@ def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 def hc_head(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
 ) -> Tensor:
-    """See interface.hc_head."""
+    """Backend of ``interface.hc_head`` in torch; see its contract."""
     tokens, _, d = h.shape
     dtype = wide_dtype(h.dtype)
     base, scale = base.to(dtype), scale.to(dtype)

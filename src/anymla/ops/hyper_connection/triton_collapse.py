@@ -1,13 +1,14 @@
-"""Collapse the streams to one, y = sum_i pre_i h_i, with the RMSNorm that may follow.
+"""Collapse of the streams to one, y = sum_i pre_i h_i, in Triton, with an RMSNorm after it.
 
-Grid: CTAs for the tokens' other gates, with GATES, and one for every token's y, the last token
-first: what a kernel before wrote last is still cached.
+Grid: with GATES, CTAs for the tokens' other gates; and one CTA for each token's y, the last token
+first, since what the kernel before wrote last is still cached.
 
     COLUMNS of each of the N streams -> y, and its codes; all of D at once up to 8192 channels
 
-Gates are a long chain of operations on little, and y is memory: side by side they hide each other.
-All threads of a CTA have its token's gates, and none waits for another: redundant, but few
-tokens have processors to spare. Of many tokens TOGETHER are lanes of a CTA for their gates.
+Gates are a long chain of operations on few numbers, and y is limited by memory, so side by side
+they hide each other. Every thread of a CTA computes all gates of its token, so none waits for
+another; few tokens leave processors to spare for that. With many tokens, a CTA computes the gates
+of TOGETHER tokens, one in each lane.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 
 class Collapsed(NamedTuple):
-    """Where a token's y goes.
+    """Pointers to the collapsed streams, their norm's weight, and their FP8 codes.
 
     Attributes:
-        y: [T, D].
-        norm_weight: [D] of the RMSNorm that follows, or None.
-        codes: e4m3 [T, D] of y, or None, as are ``code_scales`` then.
-        code_scales: float32, one for a quant block.
-        row_stride: of code_scales, from a token to the next.
-        block_stride: of code_scales, from a quant block to the next.
+        y: pointer to the collapsed streams, [T, D].
+        norm_weight: pointer to the RMSNorm's weight, [D]; None without a norm.
+        codes: pointer to e4m3 codes of y, [T, D]; None, with ``code_scales``, if not quantised.
+        code_scales: pointer to float32 scales of the quant blocks, or None.
+        row_stride: elements of code_scales between consecutive tokens.
+        block_stride: elements of code_scales between consecutive quant blocks.
     """
 
     y: Any
@@ -324,8 +325,8 @@ def launch_collapse(
     code_scales: Tensor | None = None,
     iters: int = 1,
 ) -> None:
-    """Fill y [T, D], and what else is given, from ``placed`` h [T, N, D] and partial mixes."""
-    # What is read before the kernel in front has ended must not be a copy that is being made.
+    """Fill y [T, D], and the other given outputs, from ``placed`` h [T, N, D] and partial mixes."""
+    # With PDL, tensors that are read before the wait must not be copies just being made.
     pdl = base.is_contiguous() and scale.is_contiguous()
     pdl = pdl and (norm_weight is None or norm_weight.is_contiguous())
     if not pdl:
@@ -344,7 +345,7 @@ def _collapse(
     numbers: tuple[int, float, float, int, bool, bool],
     device: torch.device,
 ) -> PreparedLaunch:
-    """Of streams and partial mixes of such shapes and strides, and of strides of scales."""
+    """Prepare a launch for shapes and strides of streams, partial mixes and scales."""
     (tokens, n, d), strides, partial_shape, partial_strides, row_strides = layout
     mixes, norm_eps, hc_eps, iters, gates, pdl = numbers
     many = tokens >= MANY_TOKENS

@@ -1,9 +1,9 @@
-"""Delayed sites: all gates of some streams, and streams collapsed through gates that are known.
+"""Delayed sites in Triton: the gates of streams, and a collapse with gates that are known.
 
-    gates           CTAs of a token, or of TOGETHER tokens: partial mixes -> pre, post, comb
-    collapse_known  CTAs of a token: y = sum_i pre_i h_i, with the RMSNorm that may follow
+    gates           a CTA for each token, or TOGETHER tokens: partial mixes -> pre, post, comb
+    collapse_known  a CTA for each token: y = sum_i pre_i h_i, with an RMSNorm after it
 
-Neither needs the other: a site reads the streams through the gates of the site before it.
+The two are independent, since a site reads the streams through the gates of the site before.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def hc_gates(
     hc_eps: float,
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``interface.hc_gates``."""
+    """Backend of ``interface.hc_gates`` in Triton; see its contract."""
     tokens, n, _ = h.shape
     pre = torch.empty((tokens, n), dtype=torch.float32, device=h.device)
     post = torch.empty_like(pre)
@@ -94,7 +94,7 @@ def hc_gates(
         return pre, post, comb
     h = placed(h)
     partial = launch_many(h, fn) if takes_many_tokens(h) else launch_mix(h, fn)
-    # What is read before the kernel in front has ended must not be a copy that is being made.
+    # With PDL, tensors that are read before the wait must not be copies just being made.
     pdl = base.is_contiguous() and scale.is_contiguous()
     numbers = norm_eps, hc_eps, iters, pdl
     launch = _gates(tuple(h.shape), (partial.shape, partial.stride()), numbers, h.device)
@@ -109,7 +109,7 @@ def _gates(
     numbers: tuple[float, float, int, bool],
     device: torch.device,
 ) -> PreparedLaunch:
-    """Of streams of that shape, and partial mixes of such a shape and strides."""
+    """Prepare a launch for a shape of streams, and shape and strides of partial mixes."""
     tokens, n, d = shape
     (_, slices, width), strides = partial
     norm_eps, hc_eps, iters, pdl = numbers
@@ -188,7 +188,7 @@ def hc_collapse_norm(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.hc_collapse_norm``."""
+    """Backend of ``interface.hc_collapse_norm`` in Triton; see its contract."""
     tokens, _, d = h.shape
     y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
     if not h.numel():
@@ -206,7 +206,7 @@ def hc_collapse_norm(
 def _collapse_known(
     layout: tuple[tuple[int, ...], ...], norm_eps: float, pdl: bool, device: torch.device
 ) -> PreparedLaunch:
-    """Of streams of such a shape and strides, and of strides of scales."""
+    """Prepare a launch for shape and strides of streams, and strides of scales."""
     (tokens, n, d), strides, row_strides = layout
     target = target_of(device)
     columns, num_warps = collapse_columns(d, tokens >= MANY_TOKENS, target)

@@ -1,4 +1,4 @@
-"""Expand a sublayer's output into the streams.
+"""Expansion of a sublayer's output into the streams, in Triton.
 
 Grid: (blocks of ROWS tokens, blocks of COLUMNS channels); every value is read and written once.
 """
@@ -60,7 +60,7 @@ def expand_kernel(
 
 
 def hc_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """See ``interface.hc_post``."""
+    """Backend of ``interface.hc_post`` in Triton; see its contract."""
     tokens, n, d = h.shape
     out = torch.empty((tokens, n, d), dtype=h.dtype, device=h.device)
     if not out.numel():

@@ -1,13 +1,12 @@
-"""The gates and the N streams of a site inside kernels: tuples of scalars, vectors, or tiles.
+"""Triton device functions for a site's gates and N streams: tuples of scalars, vectors or tiles.
 
-Gates are scalars, or with ``load_columns`` vectors. Sinkhorn's forty normalisations of a token's
-N x N matrix then need no communication at all, and every thread has every gate without a change of
-layout.
+Gates are scalars, or with ``load_columns`` vectors. Sinkhorn's forty normalisations of a token's N
+x N matrix then need no communication, and every thread has every gate without a change of layout.
 
     partial [T, slices, P] -> sum over slices -> N pre, N post, N x N comb
 
-A token by itself has its slices read as one tile, whose sum is taken apart. Of many tokens each is
-a lane and sums its slices alone.
+A single token's slices are read as one tile, whose sum is taken apart into gates. With many tokens,
+each is a lane that sums its own slices.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch import Tensor
 
 
 class Site(NamedTuple):
-    """What a site has for its gates.
+    """Pointers and numbers from which a site's gates are computed.
 
     Attributes:
-        base: float32, added to the scaled mixes: of N pre, N post, N x N comb.
-        scale: float32 [3], of pre, post and comb.
-        norm_eps: added to the mean of the streams' squares.
-        hc_eps: added to gates; see ``interface``.
+        base: pointer to float32 offsets of the scaled mixes: N pre, N post, N x N comb.
+        scale: pointer to float32 [3], factors of pre, post and comb.
+        norm_eps: number added to the mean of the streams' squares.
+        hc_eps: number added to gates, see ``interface``.
     """
 
     base: Any
@@ -36,13 +35,13 @@ class Site(NamedTuple):
 
 
 class PartialMixes(NamedTuple):
-    """Mixes that are still to be added up over slices, as ``launch_mix`` leaves them.
+    """Mixes by slices, still to be summed, as ``launch_mix`` leaves them.
 
     Attributes:
-        sums: float32 [T, SLICES, P]; after the MIXES mixes come the squares.
-        token_stride: of sums, like the next two.
-        slice_stride: likewise.
-        mix_stride: likewise.
+        sums: pointer to float32 [T, SLICES, P]; the sum of squares follows the MIXES mixes.
+        token_stride: elements of sums between consecutive tokens.
+        slice_stride: elements of sums between consecutive slices.
+        mix_stride: elements of sums between consecutive mixes.
     """
 
     sums: Any
@@ -52,12 +51,12 @@ class PartialMixes(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """Streams in memory: [T, N, D], channels next to each other.
+    """Streams in memory, [T, N, D] with adjacent channels.
 
     Attributes:
-        h: the first.
-        token_stride: from a token to the next.
-        stream_stride: from a stream to the next.
+        h: pointer to the first token's first stream.
+        token_stride: elements between consecutive tokens.
+        stream_stride: elements between consecutive streams.
     """
 
     h: Any
@@ -268,5 +267,5 @@ def expand(u, streams, post, comb, N: tl.constexpr):
 
 
 def placed(h: Tensor) -> Tensor:
-    """Streams [T, N, D] whose channels are next to each other; the rest may be anywhere."""
+    """Return streams [T, N, D] with adjacent channels; token and stream strides may be any."""
     return h if h.stride(2) == 1 else h.contiguous()

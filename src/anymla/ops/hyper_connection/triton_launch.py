@@ -1,11 +1,10 @@
-"""Sites of hyper-connections, in two launches, and up to two more for many tokens.
+"""Launch of hyper-connection sites in Triton: two launches, up to four for many tokens.
 
-    mix       slices of D: h' (where a site is left before) and its partial mixes
-    collapse  tokens: y or RMSNorm(y), and side by side the other gates
+    mix       slices of D: h' (if a site is left before) and its partial mixes
+    collapse  tokens: y or RMSNorm(y), and the other gates in CTAs beside it
 
-All gates of a token depend on its whole row, so one launch would have to be one CTA a token,
-which for few tokens is slow (one processor would read all weights) and for many reads the weights
-once a token.
+A token's gates depend on its whole row, so a single launch would need one CTA a token. That is slow
+for few tokens, as one SM would read all weights, and reads the weights once a token for many.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def hc_pre(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``interface.hc_pre``."""
+    """Backend of ``interface.hc_pre`` in Triton; see its contract."""
     if not h.numel():
         return _nothing(h)
     h = placed(h)
@@ -88,7 +87,7 @@ def hc_post_pre_norm(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``interface.hc_post_pre_norm``."""
+    """Backend of ``interface.hc_post_pre_norm`` in Triton; see its contract."""
     if takes_many_tokens(h) and h.numel():
         streams = hc_post(u, h, post, comb)
         partial = launch_many(streams, fn)
@@ -112,7 +111,7 @@ def hc_post_pre_norm(
 def hc_head(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
 ) -> Tensor:
-    """See ``interface.hc_head``."""
+    """Backend of ``interface.hc_head`` in Triton; see its contract."""
     tokens, n, d = h.shape
     y = torch.empty((tokens, d), dtype=h.dtype, device=h.device)
     if not h.numel():

@@ -1,27 +1,28 @@
-"""The 2N + N^2 mixes of a site: streams times weights, and the sum of the streams' squares.
+"""The 2N + N^2 mixes of a site in Triton: streams times weights, and the streams' squared sum.
 
-Every mix depends on all N D channels of a token, and the weights (1.5 MiB at D 4096) are needed for
-every token. So a CTA takes some tokens and a slice of D, and what it found is added up later:
-tokens share the weights they read, and one token alone still keeps many CTAs busy.
+Every mix depends on all N D channels of a token, and the weights (1.5 MiB for D = 4096) are needed
+for every token. So a CTA takes some tokens and a slice of D, and its sums are added up later:
+tokens share the weights that they read, and even one token keeps many CTAs busy.
 
 Grid: (blocks of tokens, slices of D).
 
             D ->  | slice | slice | ...
     ROWS tokens   |  N streams of ROWS x SLICE, in chunks of COLUMNS -> partial [T, slices, P]
 
-With EXPAND the CTA first leaves the site before: it makes the N streams h' of its slice from u,
-h and that site's gates, stores them, and goes on with them as rounded. Four streams are an operand,
-side by side, and pass ``_materialized`` first. The compiler would else compute them twice, in the
-layout to be stored and in the one to be multiplied, and move every gate from one to the other.
+With EXPAND, the CTA first leaves the site before: it computes the N streams h' of its slice from u,
+h and that site's gates, stores them, and continues with the rounded values. Four streams form one
+operand, side by side, and pass ``_materialized`` first. Otherwise the compiler would compute them
+twice, in the layout of the store and in that of the product, and convert every gate between the
+two.
 
-A slice of one chunk has its weights loading before the CTA waits for the kernel before. With
+If a slice is one chunk, its weights are loading before the CTA waits for the kernel before. With
 DIRECT, streams are multiplied from the registers that they were loaded to:
 
-A warp loads rows of 32 channels of bfloat16, eight to a thread, and four threads a row; eight rows
-at a time, and then eight more. The matrix instruction wants the same thread to have the same rows,
-but pairs of channels, of which the eight that a thread has are four. So channels are given other
-numbers, and tokens other places, until both are the same; the weights of a channel follow it, and
-results are where their tokens are. Nothing is moved: no shared memory, and no barrier.
+A warp loads rows of 32 channels of bfloat16, eight channels to a thread and four threads to a row:
+eight rows at a time, and then eight more. The matrix instruction expects the same thread to have
+the same rows, but pairs of channels, and the thread's eight channels are four such pairs. So
+channels and tokens are renumbered until both layouts agree; the weights follow their channels, and
+results are where their tokens are. Nothing is moved through shared memory, and there is no barrier.
 
     loaded      row  p * 8 W + w * 8 + g      channel  8 t + 4 s + 2 f + e
     multiplied  row  16 w + 8 p + g           channel  16 s + 8 f + 2 t + e
@@ -276,11 +277,11 @@ def launch_mix(
     comb: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Partial mixes of ``placed`` streams h [T, N, D], or of those that replace them in ``out``.
+    """Compute partial mixes of ``placed`` h [T, N, D], or of the new streams written to ``out``.
 
     Returns:
-        float32 [T, slices, P]: a slice's share of the mixes, in column len(fn) its sum of squares,
-        and anything beyond. Of many tokens T is last in memory.
+        float32 [T, slices, P]: each slice's share of the mixes, its sum of squares in column
+        len(fn), and undefined columns after it. With many tokens, T is innermost in memory.
     """
     in_order, expands = fn.is_contiguous(), out is not None
     layout = h.shape, h.stride(), h.dtype
@@ -298,7 +299,7 @@ def _mixing(
     expands: bool,
     device: torch.device,
 ) -> tuple[PreparedLaunch, tuple[int, int, int]]:
-    """Of streams of that shape, strides and dtype; the shape of partial mixes in memory."""
+    """Prepare a launch for shape, strides and dtype of streams; return the partial mixes' shape."""
     (tokens, n, d), strides, dtype = layout
     target = target_of(device)
     chosen = choose_mix_config(tokens, d, dtype, target)

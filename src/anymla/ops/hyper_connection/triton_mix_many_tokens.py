@@ -1,18 +1,18 @@
-"""The mixes of a site for many tokens: bfloat16 streams times weights in three planes.
+"""The mixes of a site for many tokens in Triton: bfloat16 streams times weights in three planes.
 
-As ``triton_mix``, but what is multiplied goes from shared memory to the tensor cores as it is: a
-kernel before splits the float32 weights into three planes of bfloat16 whose sum they are. Streams
-that leave a site are made and stored by ``triton_expand`` before: one kernel for both took longer
-on an H200 (131 to 174 us for 4,096 tokens, where the two take 127).
+Differs from ``triton_mix`` in that operands go from shared memory to the tensor cores unconverted:
+a kernel before splits the float32 weights into three bfloat16 planes that sum to them. Streams that
+leave a site are computed and stored by ``triton_expand`` before: one kernel for both is slower on
+an H200 (131 to 174 us for 4,096 tokens, where two kernels take 127).
 
 Grid: (blocks of tokens, slices of D).
 
             D ->  | slice | slice | ...
     ROWS tokens   |  N streams of ROWS x SLICE times 3 planes, in chunks -> partial [slice, P, T]
 
-The sums of a step are added to the total with rounding, see ``formats.triton_dot``; and a step
-waits for its products, or Triton 3.6 fills a buffer again that is still being multiplied from.
-Streams are read from there a second time for their squares, of which a thread sums its own.
+A step's sums are added to the total with rounding, see ``formats.triton_dot``. Each step waits for
+its products; otherwise Triton 3.6 refills a buffer that is still being multiplied from. Streams are
+read from there again for their squares; each thread sums its own.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def many_kernel(
 
 
 def launch_many(h: Tensor, fn: Tensor) -> Tensor:
-    """As ``triton_mix.launch_mix`` of many tokens: partial mixes and, after them, squares."""
+    """Compute partial mixes as ``triton_mix.launch_mix`` does, for many tokens."""
     in_order = fn.is_contiguous()
     shape = h.shape, h.stride(), fn.shape[0], in_order, h.device
     split, multiply, partial_shape, planes_shape = _launches(*shape)
@@ -132,7 +132,7 @@ def _launches(
     in_order: bool,
     device: torch.device,
 ) -> tuple[PreparedLaunch, PreparedLaunch, tuple[int, int, int], tuple[int, int, int]]:
-    """Of both kernels, for streams of that shape; shapes of partial mixes and of planes."""
+    """Prepare both launches for a shape of streams; return shapes of partial mixes and planes."""
     tokens, n, d = shape
     chosen = choose_many_tokens_config(tokens, d, target_of(device))
     width = max(16, next_power_of_2(mixes + 1))

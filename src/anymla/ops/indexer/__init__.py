@@ -1,4 +1,4 @@
-"""The lightning indexer: cheap scores for every compressed entry, and the best entries of each."""
+"""The lightning indexer: scores of compressed entries, and each token's entries of top score."""
 
 from anymla.ops.indexer.interface import (
     indexer_q_rope_quant,

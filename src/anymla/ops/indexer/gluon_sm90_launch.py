@@ -1,4 +1,4 @@
-"""Launching Hopper's kernels: scores of keys in pages or in one list, and top-k of rows."""
+"""Launches of Hopper's index scores, over keys in pages or in one list, and top-k of rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_scores(
     *,
     context: int = 0,
 ) -> None:
-    """``triton_scores.write_scores`` for what the supports let through."""
+    """Write scores as ``triton_scores.write_scores`` does, for calls that the supports accept."""
     keys, scales = _descriptors(inputs)
     rows, pages = len(inputs.q), keys.shape[0]
     table = inputs.block_table
@@ -73,7 +73,7 @@ def write_scores(
     )  # fmt: skip
 
 
-# For what ``sm90_dense_support`` and ``sm90_paged_support`` let through.
+# For calls that ``sm90_dense_support`` and ``sm90_paged_support`` accept.
 mqa_logits = functools.partial(dense_logits, write_scores)
 paged_mqa_logits = functools.partial(paged_logits, write_scores)
 
@@ -81,13 +81,13 @@ paged_mqa_logits = functools.partial(paged_logits, write_scores)
 def row_topk(
     config: SelectConfig, scores: Tensor, maxima: Tensor | None, arguments: tuple[Any, ...]
 ) -> None:
-    """Launch the top-k of rows that are held whole or by groups.
+    """Launch the top-k of rows that are held whole ("row") or by groups ("groups").
 
     Args:
-        config: of the call.
-        scores: [rows, entries] bits of float32.
-        maxima: [rows, groups] or None.
-        arguments: further arguments of the kernel, from ``lengths`` on.
+        config: choices of the ``select_topk`` call.
+        scores: bits of float32 scores, [rows, entries] int32.
+        maxima: maximum of every 16 scores, [rows, groups] int32; None for whole rows.
+        arguments: remaining kernel arguments, from ``lengths`` on.
     """
     rows = len(arguments[0])
     topk = choose_sm90_topk_config(config, rows)
@@ -99,14 +99,14 @@ def row_topk(
     )  # fmt: skip
 
 
-# For what ``sm90_select_support`` lets through.
+# For calls that ``sm90_select_support`` accepts.
 select_topk = functools.partial(select_with, write_scores, row_topk)
 
 
 def _descriptors(inputs: ScoreInputs) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Keys [pages, 64, 128] of FP8, and float32 among which are the scales of page p in row p."""
+    """Return TMA descriptors of FP8 keys [pages, 64, 128], and of scales: row p has page p's."""
     if inputs.layout is None:
-        # A list, a multiple of 64, as pages in order.
+        # A list of keys, a multiple of 64, is read as consecutive pages.
         keys, scales = inputs.keys, inputs.key_scale
         pages = len(keys) // PAGE
         stride, scales_width, scales_stride = PAGE * WIDTH, PAGE, PAGE

@@ -1,23 +1,23 @@
 """Index scores on Hopper: 64 heads of FP8 queries against pages of 64 FP8 keys.
 
-Grid: (CTAs, splits of the context). Work items are tokens, or pairs of neighbours; a CTA takes
-every so-many-th (persistent). It has its item's queries in shared memory, [ROWS x 64 heads, 128],
-loads those of the next item meanwhile, and passes over the pages that the tokens see; tokens of
-two requests take their pages one request after the other.
+Grid: (CTAs, splits of the context). CTAs are persistent: a work item is a token or a pair of
+neighbouring tokens, and a CTA takes every n-th item. It keeps its item's queries in shared memory,
+[ROWS x 64 heads, 128], meanwhile loads the next item's, and passes over the pages that the tokens
+see. Tokens of two requests take one request's pages after the other's.
 
     2 producer warps         every second tile each: TMA, pages -> STAGES tiles in shared memory,
                              keys [64, 128] and 64 scales; 24 registers. The first also loads
                              queries.
     2 consumer warpgroups    the same tiles: wgmma keys . queries, relu, weights, sums
 
-Barriers: full[stage] producer -> consumer, and empty[stage], in shared memory of the kernel's own,
-consumer -> producer. With OVERLAP the products of a tile run while the sums of the tile before are
-taken, in two sets of accumulators. That is for CTAs with many tiles, as it takes the registers of a
-whole SM; where there are few, they begin sooner without.
+Barriers: full[stage] from producer to consumer, managed by Gluon, and empty[stage] from consumer to
+producer, in shared memory that the kernel manages itself. With OVERLAP, a tile's products run while
+the sums of the tile before are taken, in two sets of accumulators. This suits CTAs with many tiles,
+as it takes the registers of a whole SM; CTAs with few tiles start sooner without it.
 
-A warpgroup takes 64 keys against ROWS tokens of 64 heads. Of the accumulators a thread has 2 keys
-and a quarter of the heads; these partial sums are exchanged within four threads, so that each ends
-with one (key, token), which it scales and writes:
+A warpgroup multiplies 64 keys with ROWS tokens of 64 heads. A thread's accumulators hold 2 keys and
+a quarter of the heads; four threads exchange their partial sums, so that each ends with one (key,
+token), which it scales and writes:
 
     dots [64, ROWS * 64]  ->  partial [64, ROWS, 4]  ->  scores [64, ROWS]  ->  maxima [4, ROWS]
 """
@@ -60,28 +60,28 @@ _D = gl.constexpr(WIDTH)
 _P = gl.constexpr(PAGE)
 _C = gl.constexpr(CONSUMERS)
 _G = gl.constexpr(GROUP)
-_PAGES_CHECKED = gl.constexpr(512)  # page ids that are looked at together
-_NAN_KEY = gl.constexpr(0x7F800001)  # as of triton_topk
+_PAGES_CHECKED = gl.constexpr(512)  # page ids that are checked together
+_NAN_KEY = gl.constexpr(0x7F800001)  # as in triton_topk
 _KEEP_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
-# The name changed after triton 3.6.
+# Renamed after Triton 3.6.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# Shared memory that the kernel reserves beside what the compiler manages: warps of a warpgroup
-# need not wait for each other to release a stage, nor to exchange partial sums among their own
-# threads; the compiler's own barriers and conversions make them.
+# Shared memory that the kernel manages itself. With it, warps of a warpgroup need not wait for each
+# other to release a stage or to exchange partial sums among their own threads, as the compiler's
+# barriers and layout conversions would make them.
 #
-#     0      empty barriers: one arrival of every warp of the consumers that read a stage
-#     1024   partial sums of two tiles: 1,024 bytes of every warp of two consumers
+#     0      empty barriers: one arrival from every warp of the consumers that read a stage
+#     1024   partial sums of two tiles: 1,024 bytes for every warp of two consumers
 #
-# The size is a multiple of 1,024, so that what the compiler manages stays aligned.
+# The size is a multiple of 1,024, so that the compiler's shared memory stays aligned.
 _PARTIALS = gl.constexpr(1024)
-# From a tile's partial sums to the next one's.
+# Bytes between the partial sums of consecutive tiles.
 _PARTIALS_OF_TILE = gl.constexpr(2048)
 
 
 @gluon.constexpr_function
 def _field(x):
-    """Of an aggregate: a value, or what is known when the kernel is built, as None is."""
+    """Wrap a compile-time value, such as None, for a field of an aggregate."""
     return x if hasattr(x, "type") else gl.constexpr(x)
 
 
@@ -90,23 +90,24 @@ def _field(x):
 
 @aggregate
 class RowRanges:
-    """The rows of a call and the pages that they see; ``None`` where there is no such argument.
+    """Rows of a launch and the pages that they see; absent arguments are None.
 
     Attributes:
-        table: int32 [R, pages]; without it pages are in order.
-        row_stride: of the table.
-        column_stride: of the table.
-        lengths: int32 [rows], one past the last entry.
-        starts: int32 [rows], first entry; without it 0.
-        row_requests: int32 [rows], request of each; without it ``per_request`` rows of each.
-        first_row: number of the first row in the whole call.
-        rows: how many.
-        per_request: see above.
-        num_requests: rows of the table.
-        pages: of the cache.
-        covered: entries that there are to see.
-        k: rows of at most so many entries are not scored.
-        split_size: entries of a CTA.
+        table: pointer to page ids, int32 [R, pages]; None if pages are consecutive.
+        row_stride: elements between two rows of the table.
+        column_stride: elements between two columns of the table.
+        lengths: pointer to one past each row's last entry, int32 [rows].
+        starts: pointer to each row's first entry, int32 [rows]; None for 0.
+        row_requests: pointer to each row's request, int32 [rows]; None for ``per_request`` rows
+            each.
+        first_row: number of the launch's first row within the whole call.
+        rows: number of rows of the launch.
+        per_request: number of rows of each request, if ``row_requests`` is None.
+        num_requests: number of rows of the table.
+        pages: number of pages of the cache.
+        covered: most entries that any row sees.
+        k: number of entries up to which a row is not scored.
+        split_size: number of entries that one CTA passes over.
     """
 
     table: object
@@ -147,20 +148,20 @@ class RowRanges:
 
 @aggregate
 class TileRange:
-    """The tiles of a CTA: two ranges of pages, and the rows that see them.
+    """Tiles of a CTA's work item: two ranges of pages, and the rows that see them.
 
     Attributes:
         q0: request of the first range.
-        low0: its first entry.
-        tiles0: its tiles.
-        q1: request of the second range, which is empty where rows share the first.
-        low1: its first entry.
-        tiles1: its tiles.
-        s0: first entry of the first row.
-        e0: one past its last.
-        s1: first entry of the second row.
-        e1: one past its last.
-        shared: the rows share the first range.
+        low0: first entry of the first range.
+        tiles0: number of tiles of the first range.
+        q1: request of the second range, which is empty if the rows share the first.
+        low1: first entry of the second range.
+        tiles1: number of tiles of the second range.
+        s0: first entry that the first row sees.
+        e0: one past the last entry that the first row sees.
+        s1: first entry that the second row sees.
+        e1: one past the last entry that the second row sees.
+        shared: True if both rows see the first range.
     """
 
     q0: object
@@ -257,7 +258,7 @@ def _first_page_of(rows, work, item, tile, ROWS: gl.constexpr):
     return page
 
 
-# --- shared memory of the kernel's own ----------------------------------------------------------
+# --- shared memory that the kernel manages itself ------------------------------------------------
 
 
 @gluon.jit
@@ -314,15 +315,15 @@ def _load_partial_sum(sum_at):
 
 @aggregate
 class Pipeline:
-    """Shared memory of a CTA.
+    """Shared memory and barriers of a CTA.
 
     Attributes:
-        keys: [STAGES, 64, 128], tiles.
-        scales: [STAGES, 1, 64].
-        queries: [2, ROWS * 64, 128], of this item and the next.
-        full: barriers of tiles, then of queries.
-        scratch: address of the reserved shared memory: empty barriers of tiles, then of queries,
-            and partial sums.
+        keys: ring of key tiles, [STAGES, 64, 128].
+        scales: ring of the tiles' scales, [STAGES, 1, 64].
+        queries: queries of this work item and the next, [2, ROWS * 64, 128].
+        full: barriers of filled tiles, then those of filled queries.
+        scratch: address of the kernel's own shared memory: empty barriers of tiles, then of
+            queries, then partial sums.
     """
 
     keys: object
@@ -342,7 +343,7 @@ class Pipeline:
 
 @aggregate
 class ScoreArguments:
-    """Weights, and where scores go; arguments of ``scores_kernel``."""
+    """Pointers to weights and results, as arguments of ``scores_kernel``."""
 
     weights: object
     weights_stride: object
@@ -367,20 +368,20 @@ class ScoreArguments:
 
 @aggregate
 class Epilogue:
-    """Where the scores of a work item go, and what makes them.
+    """Pointers and per-thread values with which a work item's scores are made and stored.
 
     Attributes:
-        out: what belongs to entry 0, [64, ROWS].
-        maxima_out: likewise of maxima, or None.
-        weight: of the heads, as ``_split_heads`` has their products.
-        partial_at: of partial sums in shared memory.
-        sum_at: of what a thread sums up.
-        row_of_item: row of the result.
-        lane: of a thread in its warp.
-        pages: of the cache.
-        inner_low: entries from here to the next are seen whole by all rows, and their pages exist,
-            which is so for all but a few tiles.
-        inner_high: see above.
+        out: pointers to the score of entry 0 of each row, [64, ROWS].
+        maxima_out: pointers to the maximum of group 0 of each row, or None.
+        weight: weights of the heads, laid out like their products in ``_split_heads``.
+        partial_at: shared-memory address where a thread stores its partial sums.
+        sum_at: shared-memory address of the partial sums that a thread adds.
+        row_of_item: row within the work item that a thread's result belongs to.
+        lane: number of a thread within its warp.
+        pages: number of pages of the cache.
+        inner_low: first entry of the range that every row sees whole and whose pages all exist,
+            which leaves out only a few tiles.
+        inner_high: one past the last entry of that range.
     """
 
     out: object

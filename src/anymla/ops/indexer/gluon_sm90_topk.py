@@ -1,22 +1,23 @@
-"""Top-k of rows on Hopper, in registers and shared memory: histograms of scores, radix select.
+"""Top-k of rows on Hopper in registers and shared memory, by histogram or radix select.
 
-The same selection as ``triton_select.row_topk_kernel``'s, of rows that are short or come with
-maxima. Grid: (rows,). A row's scores, or the maxima of its groups, lie in registers; the top-k is
-put in order in shared memory and stored side by side, with the slots of attention's cache that it
-stands for.
+Selects the same entries as ``triton_select.row_topk_kernel``, of rows that are short or have
+maxima. Grid: (rows,). A row's scores, or the maxima of its groups, stay in registers; the top-k
+entries are put in order in shared memory and stored contiguously, with their slots in attention's
+cache.
 
-Every few neighbours have a maximum, and there are at least k such few, so k scores reach the least
-of these. What reaches it is counted in a histogram of equal bins from there to the largest score:
+Neighbouring scores form groups with a maximum, at least k of them, so at least k scores reach the
+smallest maximum. Scores that reach it are counted in a histogram of equal bins up to the largest
+score:
 
     scores  ->  histogram  ->  scan  ->  bin of the k-th, scores above it  ->  candidates, ranked
                                                                            ->  the k-th, its entry
 
-A bin rises with the score, so all scores of a higher bin are larger. Few share the bin of the k-th
-(one or two of 8,192 normally distributed ones), and each of these counts how many of them are
-better. Rows that this does not suit (scores that are not finite, all alike, too few or too many
-candidates) are selected from by radix select: three digits of 11, 11 and 10 bits in turn. Keys that
-begin as the k-th does are counted by their next digit, and a scan from the largest digit down finds
-the one in which the k-th lies; early if all keys of that digit are wanted.
+Bins rise with the score, so all scores of a higher bin are larger. Few scores share the bin of the
+k-th (one or two of 8,192 normally distributed ones), and each of these counts how many of them are
+better. Rows that this does not suit (scores that are not finite, equal scores, too few or too many
+candidates) use radix select with digits of 11, 11 and 10 bits: keys that share the k-th key's
+higher digits are counted by their next digit, and a scan from the largest digit down finds the k-th
+key's digit. It stops early if all keys of that digit are wanted.
 
     keys  ->  2,048 counters  ->  scan  ->  digit, keys above it, keys of it  ->  next digit
 """
@@ -53,30 +54,30 @@ from anymla.ops.indexer.config import (
     MAX_GROUPS_K,
 )
 
-# A row is prefetched two waves of an H200 ahead.
+# A row is prefetched this many rows ahead, two waves of an H200.
 _PREFETCHED = gl.constexpr(2 * 132)
 _G = gl.constexpr(GROUP)
 _NOTHING = gl.constexpr(-0x80000000)
-# Stands for a group that is absent, beyond all that exist.
+# Marks a group that does not exist; larger than the number of any group.
 _NO_GROUP = gl.constexpr(1 << 26)
 _KEEP_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
-# As a float32, 2^23 + n has n in its lowest bits.
+# As a float32, 2^23 + n holds n in its lowest bits.
 _MAGIC = gl.constexpr(0x4B000000)
 
-# Shared memory that the kernel reserves beside what the compiler manages: Triton has no atomics in
-# shared memory, and none of its threads writes where it likes there. In int32:
+# Shared memory that the kernel manages itself: Triton has no shared-memory atomics, and its threads
+# cannot write to computed addresses there. Offsets in int32:
 #
 #     0      counters of the histogram
-#     2048   how many candidates there are, three unused, (score, entry) of each
-#     4096   the entries that are chosen, in order
-#     6144   the groups that are chosen, in order
-#     7168   what a scan has found; a counter that nobody reads
-#     7176   what warps exchange: two extremes each, sums, ranks
+#     2048   number of candidates, three unused words, (score, entry) of each candidate
+#     4096   chosen entries, in order
+#     6144   chosen groups, in order
+#     7168   results of a scan, and a counter that nobody reads
+#     7176   values that warps exchange: two extremes each, sums, ranks
 #
-# Counters of a second and a third digit lie where candidates and entries are at other times.
+# Counters of the second and third digit reuse the space of candidates and entries.
 _DIGITS = gl.constexpr(2048)
 _CANDIDATES = gl.constexpr(2048)
-_MAX_CANDIDATES = gl.constexpr(128)  # a thread each, of 4 warps
+_MAX_CANDIDATES = gl.constexpr(128)  # one for each thread of 4 warps
 _ENTRIES = gl.constexpr(2 * 2048)
 _GROUPS_CHOSEN = gl.constexpr(3 * 2048)
 _FOUND = gl.constexpr(3 * 2048 + MAX_GROUPS_K)
@@ -361,7 +362,7 @@ def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl
 
 @gluon.constexpr_function
 def _neighbours(elements, kept, warps):
-    """Neighbours that share a maximum, so that there are twice as many maxima as are kept."""
+    """Return the group size for which there are at least twice as many maxima as are kept."""
     return max(1, min(elements // (2 * kept), elements // (32 * warps)))
 
 

@@ -1,4 +1,4 @@
-"""What score and top-k kernels are given: some rows of a call, and where their results go."""
+"""Arguments of score and top-k kernels: rows of a call, and where their results go."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from anymla.ops import device as device_facts
 
 @dataclasses.dataclass(frozen=True)
 class ScoreInputs:
-    """Rows of queries, and the keys that each of them sees.
+    """Rows of queries with the keys that each of them sees.
 
     Attributes:
-        q: [rows, H, _] contiguous.
-        q_scales: [rows, H, _] contiguous, scale bytes of packed queries; or None.
-        weights: [rows, H] float32, heads side by side.
-        keys: index cache [P, B, row] in ``layout``, or a list [N, D] without a layout.
-        layout: layout id, or None.
-        key_scale: [N] float32 contiguous, of a list; or None for 1.
-        block_table: [R, pages] int32, or None for a list.
-        lengths: [rows] int32 contiguous, one past a row's last entry.
-        starts: [rows] int32 contiguous, a row's first entry, of a list; None for 0.
-        requests: [rows] int32 contiguous, a row's request; None for ``rows_per_request`` of each.
-        rows_per_request: see above.
-        first_row: number of the first row in the whole call.
-        covered: entries that there are to see.
-        k: a row of at most so many entries is not scored.
-        block_size: ``block_table`` lists blocks of so many entries, which divide a page, by their
-            places in the cache; 0: it lists pages.
+        q: queries of all heads, [rows, H, _] contiguous.
+        q_scales: scale bytes of packed queries, [rows, H, _] contiguous; None if not packed.
+        weights: weights of the heads, [rows, H] float32 with unit stride in a row.
+        keys: index cache [P, B, row] in ``layout``, or a list of keys [N, D] if ``layout`` is None.
+        layout: identifier of the cache's layout; None for a list of keys.
+        key_scale: factors of a list's keys, [N] float32 contiguous; None for 1.
+        block_table: page ids of each request, [R, pages] int32; None for a list of keys.
+        lengths: one past each row's last entry, [rows] int32 contiguous.
+        starts: each row's first entry in a list of keys, [rows] int32 contiguous; None for 0.
+        requests: each row's request, [rows] int32 contiguous; None for ``rows_per_request`` each.
+        rows_per_request: number of rows of each request, if ``requests`` is None.
+        first_row: number of the first row within the whole call.
+        covered: most entries that any row sees.
+        k: number of entries up to which a row is not scored.
+        block_size: number of entries, a divisor of a page's, in the blocks that ``block_table``
+            lists by their place in the cache; 0 if it lists pages.
     """
 
     q: Tensor
@@ -54,18 +54,18 @@ class ScoreInputs:
 
     @property
     def num_requests(self) -> int:
-        """Requests of the call; a list is one."""
+        """Number of requests of the call; a list of keys counts as one."""
         return 1 if self.block_table is None else len(self.block_table)
 
     @property
     def neighbours_share_keys(self) -> bool:
-        """Neighbouring rows are of one request, as far as sizes tell."""
+        """True if neighbouring rows may share a request, as far as sizes show."""
         if self.requests is None:
             return self.rows_per_request > 1
         return len(self.q) > self.num_requests
 
     def chunk(self, part: slice) -> ScoreInputs:
-        """Some of the rows."""
+        """Return the inputs of a slice of the rows."""
         return dataclasses.replace(
             self,
             q=self.q[part],
@@ -80,14 +80,14 @@ class ScoreInputs:
 
 @dataclasses.dataclass(frozen=True)
 class SelectOutputs:
-    """Where a selection goes.
+    """Result tensors of a selection.
 
     Attributes:
-        out: [rows, k] int32.
-        slots: [rows, k] int32, or None.
-        counts: [rows] int32, or None.
-        slot_table: [R, pages'] int32, which ``slots`` need.
-        slot_page_size: entries of a page of ``slot_table``.
+        out: entries that each row selects, [rows, k] int32.
+        slots: slots of the chosen entries, [rows, k] int32; or None.
+        counts: number of chosen entries of each row, [rows] int32; or None.
+        slot_table: block table that ``slots`` refer to, [R, pages'] int32; or None.
+        slot_page_size: number of entries in a page of ``slot_table``.
     """
 
     out: Tensor
@@ -97,7 +97,7 @@ class SelectOutputs:
     slot_page_size: int
 
     def chunk(self, part: slice) -> SelectOutputs:
-        """Those of some rows."""
+        """Return the outputs of a slice of the rows."""
         return dataclasses.replace(
             self,
             out=self.out[part],
@@ -118,7 +118,7 @@ def select_inputs(
     max_context: int | None,
     k: int,
 ) -> ScoreInputs:
-    """The inputs of ``select_topk``, arguments as there."""
+    """Make kernel inputs from the arguments of ``select_topk``."""
     requests = len(block_table)
     covered = block_table.shape[1] * pages_of(index_cache).shape[1]
     return ScoreInputs(
@@ -148,7 +148,7 @@ def dense_inputs(
     starts: Tensor,
     ends: Tensor,
 ) -> ScoreInputs:
-    """The inputs of ``mqa_logits``, arguments as there."""
+    """Make kernel inputs from the arguments of ``mqa_logits``."""
     return ScoreInputs(
         q.contiguous(),
         None if q_scales is None else q_scales.contiguous(),
@@ -177,7 +177,7 @@ def paged_inputs(
     block_table: Tensor,
     max_context: int,
 ) -> ScoreInputs:
-    """The inputs of ``paged_mqa_logits``, arguments as there."""
+    """Make kernel inputs from the arguments of ``paged_mqa_logits``."""
     requests, rows = q.shape[:2]
     lengths = context_lens if context_lens.ndim == 2 else context_lens.unsqueeze(1)
     return ScoreInputs(
@@ -199,14 +199,14 @@ def paged_inputs(
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Rows x [N, M] with neighbours side by side."""
+    """Return x [N, M] with unit stride within rows, copied if necessary."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def writable(
     given: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The caller's tensor where kernels can write it, else a new one."""
+    """Return ``given`` if kernels can write it (unit stride in a row), else a new tensor."""
     if given is not None and given.stride(1) == 1:
         return given
     return torch.empty(shape, dtype=dtype, device=device)
@@ -224,7 +224,7 @@ def dense_logits(
     q_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``interface.mqa_logits`` by a backend's ``write_scores``."""
+    """Compute ``mqa_logits`` with a backend's ``write_scores``, passed as ``score``."""
     logits = writable(out, (len(q), len(k)), torch.float32, q.device)
     if logits.numel():
         inputs = dense_inputs(q, q_scales, weights, k, k_scale, starts, ends)
@@ -245,7 +245,7 @@ def paged_logits(
     q_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``interface.paged_mqa_logits`` by a backend's ``write_scores``."""
+    """Compute ``paged_mqa_logits`` with a backend's ``write_scores``, passed as ``score``."""
     shape = (q.shape[0] * q.shape[1], max_context)
     logits = writable(out, shape, torch.float32, q.device)
     if not len(index_cache):

@@ -2,9 +2,9 @@
 
     score[t, w] = sum_h weight[t, h] * relu(q[t, h] . key[w])
 
-over index heads h and compressed entries w, of which every token keeps the top k. The sum takes
-the weights as they are, of either sign. Source: DeepSeek-V4 reference, inference/model.py
-(Indexer); DeepSeek-V3.2-Exp report, "lightning indexer".
+over index heads h and compressed entries w, of which every token keeps the top k. Weights of either
+sign enter the sum unchanged. Source: DeepSeek-V4 reference, inference/model.py (Indexer);
+DeepSeek-V3.2-Exp report, "lightning indexer".
 """
 
 import torch
@@ -28,8 +28,8 @@ from anymla.ops.registry import (
     wide_dtype,
 )
 
-# What ``select_topk`` allocates at most unless told otherwise (a wave of an H200 at a million
-# tokens), and the least it can be told.
+# Default limit in bytes of what ``select_topk`` allocates (a wave of an H200 at a million tokens),
+# and the smallest limit that callers may set.
 SCRATCH_BYTES = 9 << 25
 LEAST_SCRATCH_BYTES = 1 << 24
 
@@ -68,32 +68,34 @@ def indexer_q_rope_quant(
     """Rotate the index queries by position, quantise them, and scale the head weights.
 
     RoPE rotates the last channels of each head (see ``rope``). If ``quant`` is not "none", the
-    result is rounded to bfloat16, as keys are. ``hadamard`` then multiplies by the normalised
-    Hadamard matrix, which must have been done to the keys too. Then:
+    result is rounded to bfloat16, as keys are. ``hadamard`` then multiplies it by the normalised
+    Hadamard matrix, by which the keys must have been multiplied too. Finally, by ``quant``:
 
-    - "fp8": e4m3 codes with one scale for each head, 2^ceil(log2(max(amax, 1e-4) / 448)). The
-      scale is multiplied into the weights: relu commutes with it.
+    - "fp8": e4m3 codes with one scale for each head, 2^ceil(log2(max(amax, 1e-4) / 448)). The scale
+      is multiplied into the weights, which is exact since relu commutes with it.
     - "mxfp4": e2m1 codes, one scale byte for 32 channels (see ``quantize_mxfp4``).
-    - "none": left as they are.
+    - "none": the queries are left as they are.
 
     Args:
-        q: [T, Hi, D] floating point.
-        weights: [T, Hi] floating point.
-        positions: [T] int64; read clamped to the table.
-        cos_sin_cache: [L, R] float32 or float64, see ``rope``.
-        softmax_scale: D^-0.5, multiplied into the weights.
-        head_scale: Hi^-0.5, multiplied into the weights.
-        quant: "fp8", "mxfp4" or "none".
-        hadamard: transform the queries; D must be a power of two.
+        q: index queries of all heads, [T, Hi, D] floating point.
+        weights: weights of the heads, [T, Hi] floating point.
+        positions: positions of the tokens, [T] int64; clamped to the table.
+        cos_sin_cache: rotary table, [L, R] float32 or float64, see ``rope``.
+        softmax_scale: factor multiplied into the weights, D^-0.5.
+        head_scale: factor multiplied into the weights, Hi^-0.5.
+        quant: format of the returned queries, "fp8", "mxfp4" or "none".
+        hadamard: True to transform the queries; D must then be a power of two.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        q: [T, Hi, D] float8_e4m3fn, or [T, Hi, D/2] packed uint8, or [T, Hi, D] of q's dtype.
-        q_scales: [T, Hi, D/32] uint8 for "mxfp4"; else empty [0].
-        weights: [T, Hi] float32 (float64 for float64 weights), scaled.
+        q: queries as [T, Hi, D] float8_e4m3fn, [T, Hi, D/2] packed uint8, or [T, Hi, D] of q's
+            dtype.
+        q_scales: ue8m0 scale bytes for "mxfp4", [T, Hi, D/32] uint8; else an empty [0].
+        weights: scaled weights, [T, Hi] float32 (float64 for float64 weights).
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device; unknown quant; D that it cannot take.
+        TypeError, ValueError: if a dtype, shape or device is wrong, quant is unknown, or D is not
+            allowed.
 
     Source: DeepSeek-V4 reference, inference/model.py (Indexer) for rotation and MXFP4; vLLM's
     operation for FP8 with the folded scale.
@@ -132,31 +134,33 @@ def mqa_logits(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Index scores of queries against one dense list of keys.
+    """Score queries against one dense list of keys.
 
     ``out[m, n] = sum_h weights[m, h] * relu(q[m, h] . k[n] * k_scale[n])`` where
     ``starts[m] <= n < ends[m]``, and -inf elsewhere, whatever the keys hold there.
 
     Args:
-        q: [M, Hi, D] floating point or float8_e4m3fn, or [M, Hi, D/2] packed e2m1 with q_scales.
-        k: [N, D] floating point or float8_e4m3fn, keys of all requests one after the other.
-        k_scale: [N] float32 above 0, as quantisers make it, or None for 1.
-        weights: [M, Hi] float32 (or float64).
-        starts: [M] int32, first key of the row's request.
-        ends: [M] int32, one past the last visible key; bounds outside [0, N] are clamped.
-        q_scales: [M, Hi, D/32] uint8, scale bytes of a packed q.
-        out: [M, N] to write into, or None.
+        q: queries, [M, Hi, D] floating point or float8_e4m3fn, or [M, Hi, D/2] packed e2m1 with
+            q_scales.
+        k: keys of all requests one after the other, [N, D] floating point or float8_e4m3fn.
+        k_scale: positive factors of the keys, as quantisers make them, [N] float32; None for 1.
+        weights: weights of the heads, [M, Hi] float32 (or float64).
+        starts: first key of the row's request, [M] int32.
+        ends: one past the last visible key, [M] int32; bounds outside [0, N] are clamped.
+        q_scales: ue8m0 scale bytes of a packed q, [M, Hi, D/32] uint8.
+        out: scores to write into, [M, N]; None to allocate them.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [M, N] float32 (float64 if q or weights is), ``out`` if given. Products, head sums and
-        accumulation in that precision; where a backend gives FP8 operands to a device's FP8
-        product, its sums are what they are there (Hopper: 13 bits below the largest product).
+        Scores [M, N], float32 (float64 if q or weights is), ``out`` if given. Products, sums over
+        channels and sums over heads have that precision. Where a backend uses a device's FP8
+        instruction, its sums have the instruction's precision (Hopper: 13 bits below the largest
+        product).
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device; a packed q without q_scales.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or a packed q has no q_scales.
 
-    Source: DeepSeek-V4 reference, inference/model.py (Indexer); arguments as DeepGEMM's
+    Source: DeepSeek-V4 reference, inference/model.py (Indexer); arguments follow DeepGEMM's
     fp8_mqa_logits.
     """
     name = "mqa_logits"
@@ -199,7 +203,7 @@ def paged_mqa_logits(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Index scores of every request's queries against its own entries in a paged cache.
+    """Score every request's queries against its own entries in a paged cache.
 
     ``out[r * J + j, w] = sum_h weights[r * J + j, h] * relu(q[r, j, h] . key(r, w))`` for
     ``w < context_lens[r, j]``, else -inf. key(r, w) is the decoded entry at slot
@@ -207,28 +211,28 @@ def paged_mqa_logits(
     negative or beyond the cache, is absent: its score is -inf. Nothing outside the cache is read.
 
     Args:
-        q: [R, J, Hi, D] floating point or float8_e4m3fn, or [R, J, Hi, D/2] packed e2m1 with
-            q_scales. Plain queries go with any layout.
-        index_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
-        weights: [R * J, Hi] float32 (or float64).
-        context_lens: [R] or [R, J] int32, visible entries (not tokens); [R] holds for all J rows.
-        block_table: [R, pages] int32.
-        max_context: columns of the result; a row sees no more entries than that.
-        layout: layout id of the cache, of D channels.
-        q_scales: [R, J, Hi, D/32] uint8, scale bytes of a packed q.
-        out: [R * J, max_context] to write into, or None.
+        q: queries, [R, J, Hi, D] floating point or float8_e4m3fn, or [R, J, Hi, D/2] packed e2m1
+            with q_scales. Plain queries are allowed with any layout.
+        index_cache: index keys, [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
+        weights: weights of the heads, [R * J, Hi] float32 (or float64).
+        context_lens: number of visible entries (not tokens), [R, J] int32, or [R] for all J rows.
+        block_table: page ids of each request in order, [R, pages] int32.
+        max_context: number of columns of the result; a row sees at most as many entries.
+        layout: identifier of the cache's layout, whose rows have D channels.
+        q_scales: ue8m0 scale bytes of a packed q, [R, J, Hi, D/32] uint8.
+        out: scores to write into, [R * J, max_context]; None to allocate them.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [R * J, max_context] float32 (float64 if q or weights is), ``out`` if given. Scratch is
-        bounded whatever the sizes. On a CPU the work follows the lengths, elsewhere max_context,
-        without waiting for the device.
+        Scores [R * J, max_context], float32 (float64 if q or weights is), ``out`` if given. Scratch
+        memory is bounded for all sizes. The work follows the lengths on a CPU; elsewhere it follows
+        max_context, so that nothing waits for the device.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout; a packed q without q_scales;
-            max_context below 0.
+        TypeError, ValueError: if a dtype, shape, device or layout is wrong, a packed q has no
+            q_scales, or max_context is negative.
 
-    Source: DeepSeek-V4 reference, inference/model.py (Indexer); arguments as DeepGEMM's
+    Source: DeepSeek-V4 reference, inference/model.py (Indexer); arguments follow DeepGEMM's
     fp8_paged_mqa_logits.
     """
     name = "paged_mqa_logits"
@@ -265,25 +269,25 @@ def topk_per_row(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Indices of the top-k scores of each row, exactly.
+    """Find the indices of the top-k scores of each row, exactly.
 
-    Of the columns ``starts[m] <= n < ends[m]``, the first k in this order: higher score first, NaN
-    above +inf, and among equal scores (0 and -0 are equal, as are NaNs) the lower index first. A
-    row with at most k columns lists all of them; -inf is a score like any other.
+    Of the columns ``starts[m] <= n < ends[m]``, the first k are taken in this order: higher score
+    first, NaN above +inf, and the lower index first among equal scores (0 and -0 are equal, and all
+    NaNs are). A row with at most k columns lists all of them; -inf is a score like any other.
 
     Args:
-        logits: [M, N] float32 or float64; columns outside [starts, ends) may hold anything.
-        starts: [M] int32.
-        ends: [M] int32; bounds outside [0, N] are clamped.
-        k: any number >= 1.
-        out: [M, k] int32 to write into, or None.
+        logits: scores, [M, N] float32 or float64; columns outside [starts, ends) may hold anything.
+        starts: first column of each row, [M] int32.
+        ends: one past the last column of each row, [M] int32; bounds outside [0, N] are clamped.
+        k: number of scores to take, at least 1.
+        out: indices to write into, [M, k] int32; None to allocate them.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [M, k] int32, ``out`` if given: indices relative to ``starts``, best first, then -1.
+        Indices relative to ``starts``, best first, then -1: [M, k] int32, ``out`` if given.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device; k below 1.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or k is below 1.
     """
     name = "topk_per_row"
     require(k >= 1, name, "k", ">= 1", k)
@@ -303,24 +307,25 @@ def topk_per_row(
 def select_candidate_blocks(
     logits: Tensor, lengths: Tensor, count: int, *, block_size: int, backend: str | None = None
 ) -> Tensor:
-    """The blocks of entries that later layers select within: those of the highest scores.
+    """Choose the blocks of entries with the highest scores, within which later layers select.
 
     Block b holds the columns ``b * block_size <= n < (b + 1) * block_size``; its score is the
-    highest of its columns ``n < lengths[m]``. The block of the last such column is kept whatever
-    its score. The others are kept in the order of ``topk_per_row``, unless their score is -inf.
+    highest of its columns ``n < lengths[m]``. The block of the last visible column is always kept.
+    The others are kept in the order of ``topk_per_row``, unless their score is -inf.
 
     Args:
-        logits: [M, N] float32 or float64; columns from ``lengths`` on may hold anything.
-        lengths: [M] int32, visible entries; clamped to [0, N].
-        count: blocks to keep, >= 1.
-        block_size: entries of a block, >= 1.
+        logits: scores, [M, N] float32 or float64; columns from ``lengths`` on may hold anything.
+        lengths: number of visible entries of each row, [M] int32; clamped to [0, N].
+        count: number of blocks to keep, at least 1.
+        block_size: number of entries in a block, at least 1.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [M, count] int32: numbers of blocks, ascending, then -1.
+        Numbers of the kept blocks, ascending, then -1: [M, count] int32.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device; count or block_size below 1.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or count or block_size is below
+            1.
 
     Source: DeepSeek-V4.1 reference, inference/model.py (Indexer).
     """
@@ -334,17 +339,17 @@ def select_candidate_blocks(
 def mask_candidates(
     logits: Tensor, blocks: Tensor, *, block_size: int, backend: str | None = None
 ) -> None:
-    """Hide the scores outside of each row's blocks: they become -inf.
+    """Set the scores outside each row's blocks to -inf, in place.
 
     Args:
-        logits: [M, N] float32 or float64; written.
-        blocks: [M, B] int32, numbers of blocks in any order; others than 0 .. ceil(N / block_size)
-            - 1 name none.
-        block_size: entries of a block, >= 1.
+        logits: scores to mask in place, [M, N] float32 or float64.
+        blocks: numbers of blocks in any order, [M, B] int32; numbers outside 0 .. ceil(N /
+            block_size) - 1 are ignored.
+        block_size: number of entries in a block, at least 1.
         backend: name of the backend that runs; None for the best that can.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device; block_size below 1.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or block_size is below 1.
     """
     name = "mask_candidates"
     require(block_size >= 1, name, "block_size", ">= 1", block_size)
@@ -377,57 +382,58 @@ def select_topk(
     block_size: int = 8,
     backend: str | None = None,
 ) -> Tensor:
-    """Top-k index entries of every token, exactly, in memory that the caller bounds.
+    """Select every token's top-k index entries, exactly, in memory that the caller bounds.
 
-    Token t of request r sees entries ``0 <= w < lengths[t]`` of r, and scores each as
-    ``sum_h weights[t, h] * relu(q[t, h] . key(r, w))``, key(r, w) being the decoded entry at slot
-    ``block_table[r, w // B] * B + w % B`` (-inf where that page is negative or beyond the cache).
-    Chosen are the first k by: higher score first, NaN above +inf, and among equal scores (0 and -0
-    are equal, as are NaNs) the lower entry first; -inf is a score like any other. They are listed
-    in ascending order, so that a row with at most k entries, which is not scored, lists all of
-    them. Scores exist a chunk of tokens at a time; no result depends on chunks, tiles, or the other
-    tokens of the call.
+    Token t of request r sees entries ``0 <= w < lengths[t]`` of r, and scores each as ``sum_h
+    weights[t, h] * relu(q[t, h] . key(r, w))``, key(r, w) being the decoded entry at slot
+    ``block_table[r, w // B] * B + w % B`` (-inf if that page is negative or beyond the cache). The
+    first k entries are chosen in this order: higher score first, NaN above +inf, and the lower
+    entry first among equal scores (0 and -0 are equal, and all NaNs are); -inf is a score like any
+    other. Chosen entries are listed in ascending order, so a row with at most k entries lists all
+    of them and is not scored. Scores exist for a chunk of tokens at a time; no result depends on
+    chunks, tiles, or the call's other tokens.
 
-    With ``blocks``, token t sees those of its entries alone that lie in the blocks of its list, and
-    of these the blocks whose page there is. Block b holds ``b * block_size <= w < (b + 1) *
-    block_size``. Keys of other blocks are not scored: work follows the lists, not the context.
+    With ``blocks``, token t only sees entries in the blocks of its list, and of these blocks only
+    those whose page exists. Block b holds ``b * block_size <= w < (b + 1) * block_size``. Keys of
+    other blocks are not scored: work follows the lists, not the context.
 
     Args:
-        q: [T, Hi, D] floating point or float8_e4m3fn, or [T, Hi, D/2] packed e2m1 with q_scales.
-        index_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
-        weights: [T, Hi] float32 (or float64).
-        lengths: [T] int32, one past the last visible entry; clamped to what the block table and
-            max_context cover.
-        block_table: [R, pages] int32.
-        k: any number >= 1.
-        max_context: no row sees more entries than this; None for all that the table covers. Work
-            and memory follow it, so that nothing has to be read back from a device.
-        token_to_req: [T] int32, block-table row of each token; outside [0, R) it selects nothing.
-            None where each request has T / R tokens, one request after the other. Tokens of a
-            request should be neighbours: they then share the keys that are read.
-        layout: layout id of the cache, of D channels.
-        q_scales: [T, Hi, D/32] uint8, scale bytes of a packed q.
-        scratch_bytes: at most this much memory is allocated beside results, 16 MiB or more.
-        out: [T, k] int32 to write into, or None.
-        slot_table: [R, pages'] int32, block table of the entries that the keys stand for; needed
-            for ``slots``.
-        slot_page_size: entries of a page of ``slot_table``.
-        slots: [T, k] int32 to be filled with the slots of the chosen entries in ``slot_table``, -1
-            behind and where there is no such page; or None.
-        counts: [T] int32 to be filled with the number of entries chosen; or None.
-        blocks: [T, B] int32, numbers of blocks, distinct and ascending, then -1, as
-            ``select_candidate_blocks`` gives them; numbers behind the last entry name none. None:
-            all entries are seen.
-        block_size: entries of a block, a divisor of the entries of a page.
+        q: queries, [T, Hi, D] floating point or float8_e4m3fn, or [T, Hi, D/2] packed e2m1 with
+            q_scales.
+        index_cache: index keys, [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
+        weights: weights of the heads, [T, Hi] float32 (or float64).
+        lengths: one past each token's last visible entry, [T] int32; clamped to what the block
+            table and max_context cover.
+        block_table: page ids of each request in order, [R, pages] int32.
+        k: number of entries to select, at least 1.
+        max_context: most entries that a row sees; None for all that the table covers. Work and
+            memory follow it, so that nothing has to be read back from a device.
+        token_to_req: block-table row of each token, [T] int32; a token whose row is outside [0, R)
+            selects nothing. None if each request has T / R tokens, one request after the other.
+            Tokens of a request should be neighbours, which then share the keys that are read.
+        layout: identifier of the cache's layout, whose rows have D channels.
+        q_scales: ue8m0 scale bytes of a packed q, [T, Hi, D/32] uint8.
+        scratch_bytes: most bytes to allocate besides results, at least 16 MiB.
+        out: entries to write into, [T, k] int32; None to allocate them.
+        slot_table: block table of the cache whose rows the index keys stand for, [R, pages'] int32;
+            required with ``slots``.
+        slot_page_size: number of entries in a page of ``slot_table``.
+        slots: slots of the chosen entries in ``slot_table`` to write, [T, k] int32; -1 after the
+            last and where a page does not exist. None to skip them.
+        counts: numbers of chosen entries to write, [T] int32; None to skip them.
+        blocks: numbers of blocks to select within, [T, B] int32, distinct and ascending, then -1,
+            as ``select_candidate_blocks`` returns them; blocks after the last entry are ignored.
+            None to see all entries.
+        block_size: number of entries in a block, a divisor of the entries of a page.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, k] int32, ``out`` if given: entries, ascending, then -1.
+        Chosen entries, ascending, then -1: [T, k] int32, ``out`` if given.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout; a packed q without q_scales; k
-            below 1; too little scratch, by what a token's scores take; slots without slot_table;
-            blocks that do not divide a page.
+        TypeError, ValueError: if a dtype, shape, device or layout is wrong, a packed q has no
+            q_scales, k is below 1, scratch_bytes does not suffice for a token's scores, slots come
+            without slot_table, or blocks do not divide a page.
 
     Source: DeepSeek-V4 and V4.1 references, inference/model.py (Indexer).
     """
@@ -466,10 +472,10 @@ def select_topk(
 
 
 def _check_queries(name: str, q: Tensor, q_scales: Tensor | None, width: int) -> None:
-    """Queries [.., H, _] must have ``width`` channels, and packed ones their scale bytes.
+    """Require queries [.., H, _] of ``width`` channels, and scale bytes of packed ones.
 
     Raises:
-        TypeError, ValueError: they do not.
+        TypeError, ValueError: if width, scale bytes or their shape is wrong.
     """
     packed = q.dtype == torch.uint8
     require(

@@ -1,4 +1,4 @@
-"""The lightning indexer as formulas."""
+"""Reference of the lightning indexer in plain torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def indexer_q_rope_quant(
     quant: str = "fp8",
     hadamard: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``interface.indexer_q_rope_quant``."""
+    """Reference of ``interface.indexer_q_rope_quant``; see its contract."""
     q = rope(q, positions, cos_sin_cache)
     if quant != "none":
         q = q.bfloat16()
@@ -54,7 +54,7 @@ def mqa_logits(
     q_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.mqa_logits``."""
+    """Reference of ``interface.mqa_logits``; see its contract."""
     wide = wide_dtype(q.dtype, weights.dtype)
     queries, keys = values_of(q, q_scales, wide), k.to(wide)
     if k_scale is not None:
@@ -79,7 +79,7 @@ def paged_mqa_logits(
     q_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.paged_mqa_logits``."""
+    """Reference of ``interface.paged_mqa_logits``; see its contract."""
     wide = wide_dtype(q.dtype, weights.dtype)
     queries, cache = values_of(q, q_scales, wide), pages_of(index_cache)
     pages, page_size = cache.shape[:2]
@@ -104,7 +104,7 @@ def paged_mqa_logits(
 def topk_per_row(
     logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """See ``interface.topk_per_row``."""
+    """Reference of ``interface.topk_per_row``; see its contract."""
     best = torch.full((len(logits), k), -1, dtype=torch.int32, device=logits.device)
     bounds = zip(starts.tolist(), ends.tolist(), strict=True)
     for m, (start, end) in enumerate(bounds):
@@ -137,7 +137,7 @@ def select_topk(
     blocks: Tensor | None = None,
     block_size: int = 8,
 ) -> Tensor:
-    """See ``interface.select_topk``."""
+    """Reference of ``interface.select_topk``; see its contract."""
     queries, cache = values_of(q, q_scales, torch.float64), pages_of(index_cache)
     requests, columns = block_table.shape
     covered = columns * cache.shape[1]
@@ -155,7 +155,7 @@ def select_topk(
         row = torch.full((last,), -torch.inf, dtype=torch.float64, device=q.device)
         keys, present = _keys(cache, block_table[request], last, layout)
         row[present] = scores(queries[token], weights[token].double(), keys)[present]
-        # The precision in which scores are defined; float64 only computes them well.
+        # The contract defines scores in this precision; float64 only computes them accurately.
         row = row.to(wide_dtype(q.dtype, weights.dtype))
         seen = torch.arange(last, device=q.device)
         if blocks is not None:
@@ -179,12 +179,12 @@ def select_topk(
 
 
 def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """``sum_h weights[h] * relu(q[h] . keys[n])``: q [H, D], weights [H], keys [N, D] to [N]."""
+    """Score q [H, D], weights [H] against keys [N, D]: ``sum_h weights[h] * relu(q[h] . key)``."""
     return weights.to(q.dtype) @ torch.relu(q @ keys.T)
 
 
 def values_of(q: Tensor, q_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Queries as numbers: decoded if they are packed, else converted."""
+    """Convert queries to ``dtype``; packed ones are decoded with their scales."""
     if q.dtype == torch.uint8:
         assert q_scales is not None
         return dequantize_mxfp4(q, q_scales, dtype)
@@ -192,7 +192,7 @@ def values_of(q: Tensor, q_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _keys(cache: Tensor, table: Tensor, count: int, layout: str) -> tuple[Tensor, Tensor]:
-    """The first ``count`` entries of a request in float64, and which of them exist."""
+    """Return a request's first ``count`` entries in float64, and a mask of those that exist."""
     pages, page_size = cache.shape[:2]
     entry = torch.arange(count, device=cache.device)
     page = table.long()[entry // page_size]
@@ -204,7 +204,7 @@ def _keys(cache: Tensor, table: Tensor, count: int, layout: str) -> tuple[Tensor
 def select_candidate_blocks(
     logits: Tensor, lengths: Tensor, count: int, *, block_size: int
 ) -> Tensor:
-    """See ``interface.select_candidate_blocks``."""
+    """Reference of ``interface.select_candidate_blocks``; see its contract."""
     out = lengths.new_full((len(logits), count), -1)
     for row, (scores, length) in enumerate(zip(logits, lengths.tolist(), strict=True)):
         seen = scores[: max(0, length)]
@@ -220,7 +220,7 @@ def select_candidate_blocks(
 
 
 def mask_candidates(logits: Tensor, blocks: Tensor, *, block_size: int) -> None:
-    """See ``interface.mask_candidates``."""
+    """Reference of ``interface.mask_candidates``; see its contract."""
     for row, chosen in enumerate(blocks.tolist()):
         for column in range(logits.shape[1]):
             if column // block_size not in chosen:

@@ -1,4 +1,4 @@
-"""The indexer's named real shapes: released models, and the cases of builds and benchmarks."""
+"""Named real shapes of the indexer: released models, and the cases of builds and benchmarks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class IndexerShape:
-    """Sizes of a model's indexer.
+    """Sizes of one model's indexer.
 
     Attributes:
-        heads: index heads.
-        channels: of a head and of a key.
-        rope: channels that are rotated.
-        page_size: entries of a page of the index cache.
-        topk: entries that a token keeps.
-        ratio: tokens of an entry.
+        heads: number of index heads.
+        channels: number of channels of a head and of a key.
+        rope: number of channels that rotate.
+        page_size: number of entries in a page of the index cache.
+        topk: number of entries that a token keeps.
+        ratio: number of tokens that an entry stands for.
     """
 
     heads: int
@@ -28,13 +28,13 @@ class IndexerShape:
 
 V4_FLASH = IndexerShape(64, 128, 64, 64, 512, 4)
 V4_PRO = dataclasses.replace(V4_FLASH, topk=1024)
-# The layers that select within blocks.
+# Layers of V4.1 that select within blocks.
 V41_FLASH = dataclasses.replace(V4_FLASH, heads=32, page_size=256, ratio=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectShape:
-    """Sizes of a selection: ``requests`` of ``queries`` each over ``keys``; prefills are causal."""
+    """Selection of ``requests`` x ``queries`` rows over ``keys`` entries; prefills are causal."""
 
     requests: int
     queries: int
@@ -43,12 +43,12 @@ class SelectShape:
 
     @property
     def rows(self) -> int:
-        """Queries in all."""
+        """Number of queries over all requests."""
         return self.requests * self.queries
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Short name of the shape for tables."""
         if self.prefill:
             return f"prefill {self.queries} x {self.keys}"
         return f"decode {self.requests} x {self.queries} x {self.keys}"
@@ -65,8 +65,8 @@ PREFILLS = tuple(
     for queries in (2048, 8192)
     for keys in (8192, 65_536, 262_144)
 )
-# What selections are built for, and k: those above as far as other kernels run, V4-Flash's first,
-# then V4-Pro's, a tiny model's and k of V3.2.
+# Selections to build, with k: those above as far as their kernels differ, V4-Flash's first, then
+# V4-Pro's, a tiny model's and V3.2's k.
 SELECTIONS = (
     *((shape, V4_FLASH.topk) for shape in DECODES if shape.requests in (1, 128)),
     *((shape, V4_FLASH.topk) for shape in PREFILLS if shape.queries == 2048),
@@ -85,7 +85,7 @@ RAGGED_SELECTIONS = tuple((SelectShape(32, queries, 65_536), V4_FLASH.topk) for 
 
 @dataclasses.dataclass(frozen=True)
 class RowsShape:
-    """``topk_per_row`` of ``rows`` rows of ``columns`` scores."""
+    """``topk_per_row`` over ``rows`` rows of ``columns`` scores each."""
 
     rows: int
     columns: int
@@ -95,7 +95,7 @@ class RowsShape:
         return f"top {self.k} of {self.rows} x {self.columns}"
 
 
-# One a size of the sorting network, and of the blocks before it; the last are ranked.
+# One shape for each size of sorting network and of block before it; the last rank by counting.
 RANKINGS = (
     RowsShape(32, 1024, 16),
     RowsShape(32, 4096, 128),
@@ -107,7 +107,7 @@ RANKINGS = (
     RowsShape(32, 32_768, 2048),
     RowsShape(32, 32_768, 4096),
 )
-# DeepSeek-V4.1's blocks of entries that later layers select within: entries of a block, and blocks.
+# DeepSeek-V4.1's candidate blocks: entries in a block, and number of blocks that are kept.
 CANDIDATE_BLOCK, CANDIDATE_BLOCKS = 8, 2048
-# Selections within them.
+# Selections within candidate blocks.
 WITHIN_BLOCKS = (SelectShape(1, 1, 262_144), SelectShape(32, 1, 65_536))

@@ -1,4 +1,4 @@
-"""What the device backends of the indexer support; answered without importing triton."""
+"""Support checks of the indexer's device backends, which do not import triton."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAX_CANDIDATE_BLOCK = 2048
 
 
 def query_support(q: Tensor, *args: Any, **kwargs: Any) -> Support:
-    """Of ``indexer_q_rope_quant``: RoPE rotates pairs of channels."""
+    """Return support of ``indexer_q_rope_quant``, whose RoPE rotates pairs of channels."""
     if q.shape[2] % 2:
         return Support(False, f"heads of an even number of channels, got {q.shape[2]}")
     return float32_support(q, *args, **kwargs)
 
 
 def dense_support(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Support:
-    """Of ``mqa_logits``: a tile holds all heads of a row and whole keys."""
+    """Return support of ``mqa_logits``, whose tile holds all heads of a row and whole keys."""
     if k.shape[1] > _MAX_WIDTH or q.shape[1] > _MAX_HEADS:
         return Support(
             False, f"at most {_MAX_WIDTH} channels and {_MAX_HEADS} heads, got {list(q.shape)}"
@@ -37,13 +37,13 @@ def dense_support(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Support:
 def paged_support(
     q: Tensor, index_cache: Tensor, *args: Any, layout: str = INDEX_FP8, **kwargs: Any
 ) -> Support:
-    """Of ``paged_mqa_logits``: rows of one kind of value, at addresses of whole numbers."""
+    """Return support of ``paged_mqa_logits`` for a layout and the alignment of its pages."""
     kind = get_layout(layout)
     if isinstance(kind, (SplitFp8Layout, RowNvfp4Layout)):
         return Support(False, f"not the rows of {layout}")
     if q.shape[2] > _MAX_HEADS:
         return Support(False, f"at most {_MAX_HEADS} heads, got {q.shape[2]}")
-    # Scales of an FP8 page are float32 numbers.
+    # FP8 pages contain float32 scales, which must be aligned.
     step = 4 if kind.dtype == torch.uint8 else kind.dtype.itemsize
     stride = index_cache.stride(0) * kind.dtype.itemsize
     if index_cache.numel() and (stride % step or index_cache.data_ptr() % step):
@@ -52,7 +52,7 @@ def paged_support(
 
 
 def candidates_support(logits: Tensor, *args: Any, block_size: int, **kwargs: Any) -> Support:
-    """Of ``select_candidate_blocks`` and ``mask_candidates``: a tile holds a block."""
+    """Return support of the candidate blocks' operations, whose tile holds a whole block."""
     if block_size > _MAX_CANDIDATE_BLOCK:
         return Support(False, f"blocks of at most {_MAX_CANDIDATE_BLOCK} entries, got {block_size}")
     return float32_support(logits, *args, **kwargs)
@@ -67,7 +67,7 @@ def select_support(
     k: int,
     **kwargs: Any,
 ) -> Support:
-    """Of ``select_topk``: as for paged scores, and a selection that fits in registers."""
+    """Return support of ``select_topk``: paged scores, and a k that fits in registers."""
     if k > _MAX_K:
         return Support(False, f"selects at most {_MAX_K}, got {k}")
     layout = kwargs.get("layout", INDEX_FP8)
@@ -83,7 +83,7 @@ def sm90_select_support(
     k: int,
     **kwargs: Any,
 ) -> Support:
-    """Of ``select_topk`` by ``gluon_sm90``: FP8 queries of 64 heads, FP8 pages of 64 keys."""
+    """Return support of ``gluon_sm90``'s ``select_topk``: FP8, 64 heads, pages of 64 keys."""
     support = _sm90(q.device)
     if support and kwargs.get("blocks") is not None:
         return Support(False, "scores whole contexts, not listed blocks")
@@ -97,7 +97,7 @@ def sm90_select_support(
 def sm90_paged_support(
     q: Tensor, index_cache: Tensor, *args: Any, layout: str = INDEX_FP8, **kwargs: Any
 ) -> Support:
-    """Of ``paged_mqa_logits`` by ``gluon_sm90``: as for ``select_topk``."""
+    """Return support of ``gluon_sm90``'s ``paged_mqa_logits``: FP8, 64 heads, pages of 64 keys."""
     support = _sm90(q.device)
     if support:
         support = paged_support(q, index_cache, *args, layout=layout, **kwargs)
@@ -109,7 +109,7 @@ def sm90_paged_support(
 def sm90_dense_support(
     q: Tensor, k: Tensor, k_scale: Tensor | None, *args: Any, **kwargs: Any
 ) -> Support:
-    """Of ``mqa_logits`` by ``gluon_sm90``: FP8 keys, a multiple of 64 of them."""
+    """Return support of ``gluon_sm90``'s ``mqa_logits``: FP8 keys, a multiple of 64 of them."""
     support = _sm90(q.device)
     if support:
         support = _sm90_queries(q)

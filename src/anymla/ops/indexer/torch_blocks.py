@@ -1,6 +1,6 @@
-"""Selection within listed blocks of entries, in torch: their keys are gathered, then selected from.
+"""Selection within listed blocks of entries in torch: gather the blocks' keys, then select.
 
-Work follows the number of blocks, whatever the context.
+Work follows the number of listed blocks, whatever the context.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from anymla.formats.pages import PageLayout
 def present_blocks(
     blocks: Tensor, block_size: int, visible: Tensor, table: Tensor, cache: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Blocks [T, n] that have visible entries, ascending, then others; and how many entries [T].
+    """Sort each row's existing blocks first, ascending, and count their entries.
 
-    Only the last one that is present may end before its last entry. Others are 0.
+    Absent blocks become 0. Only a row's last existing block may end before its last entry.
 
     Args:
-        blocks: [T, n] int32, distinct numbers of blocks; negative ones name none.
-        block_size: entries of a block.
-        visible: [T], one past the last visible entry of each row.
-        table: [T, pages] int32, pages of each row.
-        cache: [P, B, row].
+        blocks: distinct numbers of blocks, [T, n] int32; negative ones are absent.
+        block_size: number of entries in a block.
+        visible: one past each row's last visible entry, [T].
+        table: page ids of each row, [T, pages] int32.
+        cache: index cache with page dimensions, [P, B, row].
+
+        Returns: Blocks [T, n], and the number of entries of the existing ones, [T].
     """
     first = blocks.long() * block_size
     there = (blocks >= 0) & (first < visible.unsqueeze(1))
@@ -42,9 +44,9 @@ def present_blocks(
 def gathered_keys(
     blocks: Tensor, block_size: int, table: Tensor, cache: Tensor, layout: PageLayout
 ) -> tuple[Tensor, Tensor]:
-    """Pages that hold the entries of each row's blocks one after the other, and their table.
+    """Gather the entries of each row's blocks into new pages, and make their block table.
 
-    Blocks that are not there, 0 in ``blocks``, read an entry of the cache, and no score does.
+    Absent blocks, which are 0 in ``blocks``, read an entry of the cache that no score uses.
     Arguments are those of ``present_blocks``.
     """
     entries = cache.shape[1]
@@ -65,12 +67,12 @@ def gathered_keys(
 
 
 def rows_at_once(blocks: int, block_size: int, layout: str, scratch_bytes: int) -> int:
-    """Rows whose keys fit ``scratch_bytes``."""
+    """Return the number of rows whose gathered keys fit in ``scratch_bytes``."""
     held = blocks * block_size * get_layout(layout).entry_bytes
     return max(1, scratch_bytes // max(1, held))
 
 
 def entries_of(columns: Tensor, blocks: Tensor, block_size: int) -> Tensor:
-    """Entries at columns [T, k] of the listed blocks [T, n] side by side; -1 stays."""
+    """Translate columns [T, k] of the blocks [T, n] side by side to entries; -1 stays -1."""
     block = blocks.gather(1, columns.clamp(min=0).long() // block_size)
     return torch.where(columns < 0, -1, block * block_size + columns % block_size)

@@ -1,4 +1,4 @@
-"""Selection in two levels, in torch: which blocks of scores to keep; the others are hidden."""
+"""Selection on two levels in torch: choose blocks by their scores, mask all other scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anymla.ops.indexer.torch_select import topk_per_row
 def select_candidate_blocks(
     logits: Tensor, lengths: Tensor, count: int, *, block_size: int
 ) -> Tensor:
-    """See ``interface.select_candidate_blocks``."""
+    """Backend of ``interface.select_candidate_blocks`` in torch; see its contract."""
     rows, width = logits.shape
     blocks = -(-width // block_size)
     if not blocks or not rows:
@@ -22,8 +22,8 @@ def select_candidate_blocks(
     scores = logits.masked_fill(column >= seen, -torch.inf)
     best = functional.pad(scores, (0, -width % block_size), value=-torch.inf)
     best = best.unflatten(1, (blocks, block_size)).amax(2)
-    # The newest block is always kept: its entries are few and its scores need not be high. A row
-    # without entries has none; its mark would be taken for a block.
+    # The newest block is always kept, since its few entries may not score high. A row without
+    # entries has no newest block, and its mark must not be taken for one.
     block = torch.arange(blocks, device=logits.device)
     best.masked_fill_(block == (seen - 1).div(block_size, rounding_mode="floor"), torch.inf)
     held = (seen + block_size - 1).div(block_size, rounding_mode="floor")
@@ -35,10 +35,10 @@ def select_candidate_blocks(
 
 
 def mask_candidates(logits: Tensor, blocks: Tensor, *, block_size: int) -> None:
-    """See ``interface.mask_candidates``."""
+    """Backend of ``interface.mask_candidates`` in torch; see its contract."""
     rows, width = logits.shape
     count = -(-width // block_size)
-    # A spare last column takes what is no block.
+    # Numbers that name no block go to a spare last column.
     kept = torch.zeros(rows, count + 1, dtype=torch.bool, device=logits.device)
     inside = (blocks >= 0) & (blocks < count)
     kept.scatter_(1, torch.where(inside, blocks, count).long(), True)

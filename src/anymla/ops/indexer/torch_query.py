@@ -1,4 +1,4 @@
-"""Index queries: RoPE, Hadamard transform, quantisation of each head."""
+"""Index queries in torch: RoPE, Hadamard transform, quantisation of each head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def indexer_q_rope_quant(
     quant: str = "fp8",
     hadamard: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``interface.indexer_q_rope_quant``."""
+    """Backend of ``interface.indexer_q_rope_quant`` in torch; see its contract."""
     q = rope(q, positions, cos_sin_cache)
     if quant != "none":
         q = q.bfloat16()
@@ -42,10 +42,10 @@ def indexer_q_rope_quant(
 
 
 def _quantize_heads(q: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 codes of q [T, H, D] with a power-of-two scale [T, H] for each head.
+    """Quantise q [T, H, D] to e4m3 with a power-of-two scale [T, H] for each head.
 
-    The rule is ``quantize_fp8_rows``'s; multiplying by a power of two instead of ldexp on every
-    element, and leaving NaN to the cast, makes it four times as fast on a CPU.
+    The rule is that of ``quantize_fp8_rows``; multiplying by a power of two instead of calling
+    ldexp on every element, and leaving NaN to the cast, is four times as fast on a CPU.
     """
     wide = q.float()
     exponent = scale_exponent(wide.abs().amax(-1), E4M3_MAX, KV_AMAX_FLOOR)

@@ -1,9 +1,9 @@
-"""Index scores, a tile of rows and keys at a time.
+"""Index scores in torch, computed by tiles of rows and keys.
 
-A tile multiplies the queries of a few rows, all heads, with a chunk of keys, applies relu in place
-and sums over the heads: two matrix products around one pass that stays in cache. Every element of
-the result belongs to one tile and its sums run over channels and heads only, so tiling does not
-change what is added up.
+A tile multiplies the queries of a few rows, all heads, by a chunk of keys, applies relu in place
+and sums over the heads: two matrix products around one pass that stays in cache. Every score
+belongs to one tile, and its sums only run over channels and heads, so tiling does not change the
+order of additions.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from anymla.ops import _host
 from anymla.ops._check import wide_dtype
 from anymla.ops.indexer.reference import values_of
 
-# read(first, last) gives keys [G, last - first, D], and which of them exist [G, last - first], or
-# None if all do.
+# Function (first, last) that returns keys [G, last - first, D], and a mask [G, last - first] of
+# those that exist, or None if all do.
 KeyReader = Callable[[int, int], tuple[Tensor, Tensor | None]]
 
-# Elements of a tile of head scores: 4 MiB of float32 stay in a core's cache, 16 MiB in a GPU's.
+# Elements of a tile of head scores: 4 MiB of float32 fit in a core's cache, 16 MiB in a GPU's.
 _CPU_TILE = 1 << 20
 _DEVICE_TILE = 1 << 22
-# Keys decoded at a time, and rows scored together; rows see nearly the same keys if they are few.
+# Keys decoded at a time, and rows scored together, which see nearly the same keys if few.
 _CPU_KEYS = 4096
 _CPU_ROWS = 64
 
-# torch converts float8 one element at a time on a CPU, which would cost more than the scores.
-# Shifts give float16 instead: an e4m3 code, seven bits up, is the float16 of value * 2^-8,
-# subnormals included, and an e2m1 code, nine bits up, that of value * 2^-14.
+# torch converts float8 elementwise on a CPU, which would cost more than the scores. Shifting bits
+# gives float16 instead: an e4m3 code shifted left by seven bits is the float16 of value * 2^-8,
+# subnormals included; an e2m1 code shifted left by nine bits is that of value * 2^-14.
 _E4M3_TO_FLOAT16 = 2.0**8
 _E2M1_TO_FLOAT16 = 2.0**14
 _SIGN_AND_CODE = -0x4080  # bits 15 and 13..7 as int16
@@ -53,7 +53,7 @@ def mqa_logits(
     q_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.mqa_logits``."""
+    """Backend of ``interface.mqa_logits`` in torch; see its contract."""
     wide = wide_dtype(q.dtype, weights.dtype)
 
     def read(first: int, last: int) -> tuple[Tensor, None]:
@@ -88,7 +88,7 @@ def paged_mqa_logits(
     q_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.paged_mqa_logits``."""
+    """Backend of ``interface.paged_mqa_logits`` in torch; see its contract."""
     wide = wide_dtype(q.dtype, weights.dtype)
     requests, rows = q.shape[:2]
     shape = (requests * rows, max_context)
@@ -104,7 +104,7 @@ def paged_mqa_logits(
     ends = context_lens.long().clamp(max=most)
     ends = ends.unsqueeze(1).expand(requests, rows) if ends.ndim == 1 else ends
     starts = torch.zeros_like(ends)
-    # Where lengths can be looked at, each request costs its own.
+    # If lengths can be read without waiting, each request costs only its own length.
     together = 1 if _host.on_host(q) else max(requests, 1)
     for r in range(0, requests, together):
         group = slice(r, r + together)
@@ -135,18 +135,18 @@ def score_rows(
     granularity: int = 1,
     scratch_bytes: int | None = None,
 ) -> None:
-    """Write the scores of G groups of rows; a group shares its keys.
+    """Write the scores of G groups of rows; the rows of a group share their keys.
 
     Args:
-        q: [G, J, H, D].
-        weights: [G, J, H].
-        starts: [G, J] int64, first visible key.
-        ends: [G, J] int64, one past the last visible key, at most ``limit``.
-        logits: [G, J, N], -inf; written where a key is visible.
-        read: gives keys.
-        limit: keys there are to see, at most N.
-        granularity: ``read`` is called with chunks that start at a multiple of this.
-        scratch_bytes: bound of the head scores of a tile; None for what is fastest.
+        q: queries of all groups, [G, J, H, D].
+        weights: weights of the heads, [G, J, H].
+        starts: first visible key of each row, [G, J] int64.
+        ends: one past each row's last visible key, [G, J] int64, at most ``limit``.
+        logits: scores [G, J, N] filled with -inf; written where a key is visible.
+        read: function that reads a range of keys, see ``KeyReader``.
+        limit: number of keys that exist, at most N.
+        granularity: number that the first key of each read must be a multiple of.
+        scratch_bytes: most bytes of a tile's head scores; None for the fastest tile.
     """
     groups, rows, heads, width = q.shape
     if not groups * rows:
@@ -185,16 +185,16 @@ def score_rows(
 
 
 def _head_sums(q: Tensor, weights: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
-    """``sum_h weights[h] * relu(q[h] . keys[n])``.
+    """Compute ``sum_h weights[h] * relu(q[h] . keys[n])``.
 
     Args:
-        q: [G, J * H, D].
-        weights: [G, J, H].
-        keys: [G, n, D].
-        scratch: at least G * J * H * n elements, overwritten.
+        q: queries with rows and heads flattened, [G, J * H, D].
+        weights: weights of the heads, [G, J, H].
+        keys: keys of each group, [G, n, D].
+        scratch: buffer of at least G * J * H * n elements, overwritten.
 
     Returns:
-        [G, J, n].
+        Scores of every row and key, [G, J, n].
     """
     groups, rows, heads = weights.shape
     count = keys.shape[1]
@@ -206,7 +206,7 @@ def _head_sums(q: Tensor, weights: Tensor, keys: Tensor, scratch: Tensor) -> Ten
 
 
 def _tile_sizes(q: Tensor, scratch_bytes: int | None) -> tuple[int, int, int]:
-    """Rows of a tile, keys decoded together, elements of a tile, for q [G, J, H, D]."""
+    """Return rows of a tile, keys decoded together, and elements of a tile, for q [G, J, H, D]."""
     groups, rows, heads, width = q.shape
     bound = _DEVICE_TILE if scratch_bytes is None else scratch_bytes // q.element_size()
     if _host.on_host(q):
@@ -217,7 +217,7 @@ def _tile_sizes(q: Tensor, scratch_bytes: int | None) -> tuple[int, int, int]:
 
 
 class _Visible:
-    """Keys [start, end) that each row sees; on a CPU also as numbers, so that work is left out."""
+    """Ranges of keys that rows see; on a CPU also as Python numbers, to skip hidden tiles."""
 
     def __init__(self, starts: Tensor, ends: Tensor, keys: int) -> None:
         self._starts, self._ends = starts, ends
@@ -230,14 +230,14 @@ class _Visible:
             self._rows = [(start, end) if start < end else (keys, 0) for start, end in bounds]
 
     def span(self, row: int, row_end: int) -> tuple[int, int]:
-        """Bounds of the keys that rows [row, row_end) see, over all groups."""
+        """Return bounds of the keys that rows ``row`` to ``row_end`` see, over all groups."""
         if not self._rows:
             return self._everything
         rows = self._rows[row:row_end]
         return min(start for start, _ in rows), max(end for _, end in rows)
 
     def hidden(self, row: int, row_end: int, key: int, key_end: int) -> Tensor | None:
-        """[G, rows, keys], True where a row does not see a key; None if every row sees all."""
+        """Return a mask [G, rows, keys] of keys that a row does not see; None if all see all."""
         rows = self._rows[row:row_end]
         if rows and all(start <= key and end >= key_end for start, end in rows):
             return None
@@ -247,7 +247,7 @@ class _Visible:
 
 
 def decoded_queries(q: Tensor, q_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Queries as numbers of ``dtype``, packed or not."""
+    """Convert queries to ``dtype``; packed ones are decoded with their scales."""
     return values_of(q, q_scales, dtype) if q.dtype == torch.uint8 else _plain(q, dtype)
 
 
@@ -262,7 +262,7 @@ def decode_e4m3_bulk(codes: Tensor, dtype: torch.dtype) -> Tensor:
     codes = codes.view(torch.int8)
     bits = codes.to(torch.int16)  # the sign fills the upper byte
     bits.mul_(1 << 7).bitwise_and_(_SIGN_AND_CODE)
-    # On a CPU one pass over the bytes tells that there is no NaN; a device must not be waited for.
+    # On a CPU, one pass over the bytes detects NaN; on a device that would have to wait.
     if bits.numel() and (not _host.on_host(codes) or int((codes & 0x7F).amax()) == 0x7F):
         bits.masked_fill_((bits & _MAGNITUDE) == _MAGNITUDE, 0x7E00)
     return bits.view(torch.float16).to(dtype).mul_(_E4M3_TO_FLOAT16)
@@ -271,7 +271,7 @@ def decode_e4m3_bulk(codes: Tensor, dtype: torch.dtype) -> Tensor:
 def decode_mxfp4_bulk(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode packed e2m1 [..., n/2] with scale bytes [..., n/32] to [..., n] of ``dtype``."""
     byte = packed.to(torch.int32)
-    # Two float16 side by side: the low nibble of a byte is the lower half.
+    # Two float16 side by side: a byte's low nibble becomes the lower half.
     magnitudes = (byte * ((1 << 9) | (1 << 21))).bitwise_and_(0x0E000E00)
     signs = byte.mul_((1 << 12) | (1 << 24)).bitwise_and_(-0x7FFF8000)
     values = magnitudes.bitwise_or_(signs).view(torch.float16).to(dtype).mul_(_E2M1_TO_FLOAT16)
@@ -280,11 +280,11 @@ def decode_mxfp4_bulk(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
 
 
 class PagedKeys:
-    """Entries of an index cache, read a chunk at a time.
+    """Reader of an index cache's entries, by chunks.
 
     Attributes:
-        pages: pages in the cache.
-        page_size: entries per page.
+        pages: number of pages in the cache.
+        page_size: number of entries in a page.
     """
 
     def __init__(self, cache: Tensor, layout: str, dtype: torch.dtype) -> None:
@@ -297,15 +297,15 @@ class PagedKeys:
         self._scales = None if scales is None else scales.flatten(1)
 
     def of(self, table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
-        """Reader of the entries of G requests.
+        """Make a reader of the entries of G requests.
 
         Args:
-            table: [G, pages] int32. Values outside the cache are not read.
+            table: page ids, [G, pages] int32; pages outside the cache are not read.
 
         Returns:
-            read(first, last) -> keys [G, last - first, channels], and which of them exist,
-            [G, last - first] bool, or None if all are known to. ``first`` must be a multiple of
-            page_size, ``last`` at most what the table covers.
+            Function (first, last) that returns keys [G, last - first, channels], and a bool mask
+            [G, last - first] of those that exist, or None if all are known to. ``first`` must be a
+            multiple of page_size, ``last`` at most what the table covers.
         """
         inside = (table >= 0) & (table < self.pages)
         whole = _host.on_host(table) and bool(inside.all())

@@ -1,7 +1,7 @@
-"""Top-k of index scores in bounded memory: a chunk of keys at a time, merged into the top-k so far.
+"""Top-k of index scores in bounded memory: chunks of keys, each merged into the top-k so far.
 
-A score and its place are one integer that orders as the rule says, so that merging is a top-k of
-what was kept and what is new:
+A score and its column form one integer that sorts by the contract's order, so a merge is a top-k of
+the kept and the new integers:
 
     keys   | chunk | chunk | ..   tokens of a request (or one of each) x chunk  ->  scores
     top-k so far (k)  +  scores of the chunk (n)   ->   top-k so far (k)
@@ -28,10 +28,10 @@ from anymla.ops.indexer.torch_blocks import (
 )
 from anymla.ops.indexer.torch_scores import PagedKeys, decoded_queries, score_rows
 
-# Bytes that a score costs while it is merged, and a channel of a key while it is decoded.
+# Bytes of scratch for each score being merged, and for each channel of a key being decoded.
 _MERGE_BYTES = 48
 _DECODE_BYTES = 24
-# One of so many shares of the scratch is for keys that are gathered from blocks.
+# Keys gathered from blocks get one part in this many of the scratch.
 _GATHERED_SHARE = 8
 # On a CPU: rows that share decoded keys, and scores merged at a time (8 MiB of int64).
 _CPU_ROWS = 64
@@ -46,7 +46,7 @@ _DEVICE_BLOCK = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """Operands of a call."""
+    """Operands of one ``select_topk`` call."""
 
     q: Tensor
     weights: Tensor
@@ -78,7 +78,7 @@ def select_topk(
     blocks: Tensor | None = None,
     block_size: int = 8,
 ) -> Tensor:
-    """See ``interface.select_topk``."""
+    """Backend of ``interface.select_topk`` in torch; see its contract."""
     wide = wide_dtype(q.dtype, weights.dtype)
     keys = PagedKeys(index_cache, layout, wide)
     tokens, requests = len(q), len(block_table)
@@ -100,9 +100,9 @@ def select_topk(
 
     column = torch.arange(k, device=q.device)
     top = torch.where(column < visible.unsqueeze(1), column, -1)
-    # A cache without pages leaves nothing but ties, which the first entries win.
+    # Without pages all scores are equal, and the first entries win.
     if covered > k and tokens and keys.pages:
-        # Rows that list all of their entries see nothing as far as scores are concerned.
+        # Rows that list all of their entries are not scored.
         scored = visible > k
         batch = _Batch(
             decoded_queries(q, q_scales, wide),
@@ -129,7 +129,7 @@ def _results(
     slots: Tensor | None,
     counts: Tensor | None,
 ) -> Tensor:
-    """Store what follows from the entries chosen, int64 [T, k], of ``visible`` [T]."""
+    """Store entries, slots and counts of chosen entries, int64 [T, k], of ``visible`` [T]."""
     if slots is not None:
         assert slot_table is not None
         found = slots_of(top, owners.unsqueeze(1), slot_table, slot_page_size)
@@ -154,9 +154,9 @@ def _select_within(
     blocks: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Entries [T, k], int64, of each row's blocks, and how many there are to see [T].
+    """Select entries [T, k], int64, within each row's blocks; return also the visible numbers [T].
 
-    ``owners`` [T] are the rows' requests, ``visible`` [T] 0 where there is none.
+    ``owners`` [T] are the rows' requests; ``visible`` [T] is 0 for rows without a request.
     """
     cache = pages_of(index_cache)
     top = torch.full((len(q), k), -1, dtype=torch.int64, device=q.device)
@@ -187,7 +187,7 @@ def _select_within(
 
 
 def _groups(batch: _Batch, owners: Tensor, each: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows that are scored together, and the block-table row of each of their groups [G]."""
+    """Yield slices of rows that are scored together, and the block-table row of each group [G]."""
     tokens = len(owners)
     if _host.on_host(owners):
         most = max(1, min(_CPU_ROWS, _merged(batch) // (4 * batch.k)))
@@ -204,7 +204,7 @@ def _groups(batch: _Batch, owners: Tensor, each: int) -> Iterator[tuple[slice, T
     alone = len(batch.table) == 1
     rows = min(tokens if alone else max(each, 1), max(1, _merged(batch) // (4 * batch.k)))
     if not alone and each % rows:
-        rows = 1  # groups of one owner each
+        rows = 1  # each group has one owner
     together = 1
     if not alone:
         decoded = batch.scratch_bytes // 4 // (_DECODE_BYTES * batch.q.shape[-1])
@@ -219,13 +219,13 @@ def _groups(batch: _Batch, owners: Tensor, each: int) -> Iterator[tuple[slice, T
 
 
 def _merged(batch: _Batch) -> int:
-    """Scores that may be merged at a time: half of the scratch."""
+    """Return how many scores may be merged at a time, in half of the scratch."""
     most = batch.scratch_bytes // 2 // _MERGE_BYTES
     return min(most, _CPU_MERGED) if _host.on_host(batch.q) else most
 
 
 def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
-    """Entries [rows, k], int64, ascending, then -1."""
+    """Select the rows' top-k entries [rows, k], int64, ascending, then -1."""
     keys, k = batch.keys, batch.k
     q, weights = batch.q[rows], batch.weights[rows]
     shape = (len(groups), len(q) // len(groups))
@@ -276,9 +276,9 @@ def _select(batch: _Batch, rows: slice, groups: Tensor) -> Tensor:
 def _merge_float64(
     top: Tensor | None, part: Tensor, column: Tensor, hidden: Tensor, k: int
 ) -> Tensor:
-    """Scores, and behind them columns, of the best of both: [rows, 2 n], n at most k.
+    """Merge float64 scores; return scores and then their columns, [rows, 2 n] with n at most k.
 
-    A float64 score and its column do not fit one integer; -1 stands for no column.
+    A float64 score and its column do not fit in one integer; column -1 marks an absent entry.
     """
     columns = torch.where(hidden, -1, column).to(part.dtype)
     if top is not None:
@@ -288,7 +288,7 @@ def _merge_float64(
     order = torch.sort(part, dim=1, descending=True, stable=True).indices
     absent = columns.gather(1, order) < 0
     order = order.gather(1, torch.sort(absent, dim=1, stable=True).indices)[:, :k]
-    # Back in the order of columns, which the next merge rests on.
+    # Restore the order of columns, which the next merge relies on for ties.
     order = order.sort(dim=1).values
     return torch.cat((part.gather(1, order), columns.gather(1, order)), 1)
 
@@ -296,7 +296,7 @@ def _merge_float64(
 def topk_per_row(
     logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """See ``interface.topk_per_row``."""
+    """Backend of ``interface.topk_per_row`` in torch; see its contract."""
     shape = (len(logits), k)
     top = starts.new_full(shape, -1) if out is None else out.fill_(-1)
     width = logits.shape[1]
@@ -320,7 +320,7 @@ def topk_per_row(
 
 
 def _topk_columns(scores: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
-    """Columns of the top-k scores of each row with first <= column < last, then -1; int64."""
+    """Return columns of each row's top-k scores with first <= column < last, then -1; int64."""
     column = torch.arange(scores.shape[1], device=scores.device)
     outside = (column < first) | (column >= last)
     if scores.dtype == torch.float64:
@@ -333,9 +333,9 @@ def _topk_columns(scores: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor
 
 
 def ordered_keys(scores: Tensor, low: Tensor) -> Tensor:
-    """int64 of float32 scores [.., N] and of a number below 2^31 [N], which decides between equals.
+    """Pack float32 scores [.., N] and tie-breakers below 2^31 [N] into int64 that sort alike.
 
-    -0 equals 0, and NaN is the highest score.
+    -0 equals 0, and NaN is the highest score. Among equal scores the larger tie-breaker is larger.
     """
     # Adding zero turns -0 into 0; flipping a negative number's other bits orders bits as numbers.
     bits = (scores + 0.0).view(torch.int32)
@@ -345,7 +345,7 @@ def ordered_keys(scores: Tensor, low: Tensor) -> Tensor:
 
 
 def _blocks_of_all_columns(rows: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """(row, row_end, first, last) for blocks of rows of full width."""
+    """Yield (row, row_end, first, last) for blocks of rows of full width."""
     step = max(1, _DEVICE_BLOCK // max(width, 1))
     for row in range(0, rows if width else 0, step):
         yield row, min(row + step, rows), 0, width
@@ -354,9 +354,10 @@ def _blocks_of_all_columns(rows: int, width: int) -> Iterator[tuple[int, int, in
 def _blocks_of_similar_rows(
     firsts: Sequence[int], lasts: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(row, row_end, first, last) for blocks of rows that see nearly the same columns.
+    """Yield (row, row_end, first, last) for blocks of rows that see nearly the same columns.
 
-    Columns [first, last) hold what each row sees; a block is not much wider than its shortest row.
+    Columns [first, last) cover what each row sees; a block is not much wider than its narrowest
+    row.
     """
     row = 0
     while row < len(firsts):

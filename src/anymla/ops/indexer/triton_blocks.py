@@ -1,9 +1,10 @@
-"""Selection within listed blocks: which of them are there, and what columns of theirs stand for.
+"""Selection within listed blocks: find the blocks that exist, translate chosen columns to entries.
 
-Entries of a row's blocks, side by side, are columns 0, 1, ..; scores and top-k know columns alone.
+The entries of a row's existing blocks, side by side, are columns 0, 1, ..; scores and top-k only
+work on columns.
 
-list     blocks that are there, their places in the cache, and how many entries  grid (rows,)
-entries  the entries, and the slots, of the columns chosen                       grid (rows,)
+list     existing blocks, their places in the cache, and the number of entries  grid (rows,)
+entries  entries and slots of the chosen columns                                grid (rows,)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from anymla.ops.indexer.triton_scores import row_ranges
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Blocks of a list that a CTA takes at a time.
+# Number of listed blocks that a CTA takes at a time.
 _TILE = 2048
 
 
@@ -199,14 +200,14 @@ def entries_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class ListedBlocks:
-    """The blocks that each row selects within, and scratch for those that there are.
+    """Blocks that each row selects within, with scratch for the existing ones of a chunk.
 
     Attributes:
-        blocks: [rows, B] int32, neighbours side by side.
-        block_size: entries of a block.
-        numbers: [chunk, B] int32.
-        places: [chunk, B] int32.
-        counts: [chunk] int32.
+        blocks: numbers of listed blocks, [rows, B] int32 with unit stride in a row.
+        block_size: number of entries in a block.
+        numbers: numbers of the existing blocks, [chunk, B] int32.
+        places: places of the existing blocks in the cache, [chunk, B] int32.
+        counts: number of entries in the existing blocks, [chunk] int32.
     """
 
     blocks: Tensor
@@ -217,7 +218,7 @@ class ListedBlocks:
 
     @classmethod
     def of(cls, blocks: Tensor, block_size: int, chunk: int) -> ListedBlocks:
-        """With memory for ``chunk`` rows at a time."""
+        """Allocate scratch for ``chunk`` rows at a time."""
         shape, device = (chunk, blocks.shape[1]), blocks.device
         numbers, places = (scratch(shape, torch.int32, device) for _ in range(2))
         counts = scratch((chunk,), torch.int32, device)
@@ -225,11 +226,11 @@ class ListedBlocks:
 
     @staticmethod
     def row_bytes(blocks: Tensor) -> int:
-        """Scratch that a row takes."""
+        """Return the bytes of scratch for one row."""
         return 8 * blocks.shape[1] + 4
 
     def columns_of(self, inputs: ScoreInputs, first: int, target: Target) -> ScoreInputs:
-        """Find the blocks of a chunk that begins with row ``first``; its columns, to be scored."""
+        """List the chunk's existing blocks from row ``first`` on; return inputs over columns."""
         rows, listed = len(inputs.q), self.blocks.shape[1]
         table, cache = inputs.block_table, pages_of(inputs.keys)
         assert table is not None
@@ -254,7 +255,7 @@ class ListedBlocks:
         )
 
     def store_entries(self, inputs: ScoreInputs, outputs: SelectOutputs, target: Target) -> None:
-        """In place of the columns in ``outputs``, entries of a chunk of ``inputs``."""
+        """Replace the chosen columns in ``outputs`` by entries, for a chunk of ``inputs``."""
         slots, table = outputs.slots, outputs.slot_table
         entries_kernel[(len(inputs.q),)](
             outputs.out, outputs.out.stride(0), self.numbers, self.blocks.shape[1], self.counts,

@@ -1,11 +1,11 @@
-"""Selection in two levels: which blocks of scores to keep; the scores of others are hidden.
+"""Selection on two levels in Triton: choose blocks by their scores, mask all other scores.
 
 score    the highest visible score of every block, as its bits    grid (rows, blocks)
-select   the best of them (``triton_topk``), ascending            grid (rows, splits), (rows,)
-close    those that no entry can be chosen from go                grid (rows,)
+select   the top blocks (``triton_topk``), ascending              grid (rows, splits), (rows,)
+close    drops blocks whose scores are all -inf                   grid (rows,)
 
-mark     which blocks a row keeps                                 grid (rows, its list)
-hide     the scores of all others                                 grid (rows, columns)
+mark     marks the blocks that a row keeps                        grid (rows, its list)
+hide     masks the scores of all other blocks                     grid (rows, columns)
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from anymla.ops.indexer.config import candidates_warps, next_power_of_2
 from anymla.ops.indexer.triton_topk import NOTHING, ordered, winners_of
 from anymla.ops.streams import scratch
 
-# Scores, or numbers of blocks, of a tile.
+# Scores, or numbers of blocks, in a tile.
 _TILE = 2048
 _POSITIVE_INF = tl.constexpr(0x7F800000)
-_NEGATIVE_INF = tl.constexpr(-0x800000)  # as an int32
+_NEGATIVE_INF = tl.constexpr(-0x800000)  # its bits as an int32
 
 
 @triton.jit(do_not_specialize=["columns", "blocks"])
@@ -83,7 +83,7 @@ def close_kernel(best, winners, out, blocks, kept, count, BLOCK: tl.constexpr):
 def select_candidate_blocks(
     logits: Tensor, lengths: Tensor, count: int, *, block_size: int
 ) -> Tensor:
-    """See ``interface.select_candidate_blocks``."""
+    """Backend of ``interface.select_candidate_blocks`` in Triton; see its contract."""
     rows, columns = logits.shape
     out = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
     blocks = cdiv(columns, block_size)
@@ -137,7 +137,7 @@ def hide_kernel(
 
 
 def mask_candidates(logits: Tensor, blocks: Tensor, *, block_size: int) -> None:
-    """See ``interface.mask_candidates``."""
+    """Backend of ``interface.mask_candidates`` in Triton; see its contract."""
     rows, columns = logits.shape
     if not rows or not columns:
         return

@@ -1,4 +1,4 @@
-"""Index queries on the device: RoPE, Hadamard transform, quantisation of each head.
+"""Index queries in Triton: RoPE, Hadamard transform, quantisation of each head.
 
 Grid: (tokens, blocks of heads). A CTA holds its heads' channels, rotates the last of them by the
 token's position, rounds, transforms, and writes codes and the heads' weights.
@@ -42,12 +42,12 @@ _NUM_WARPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class QuantRule:
-    """How a quant block of channels becomes codes; a constexpr.
+    """Rule by which a quant block of channels becomes codes; a constexpr.
 
     Attributes:
-        block: channels that share a scale, 0 for no codes.
+        block: number of channels that share a scale; 0 if queries are not quantised.
         code_max: largest magnitude of a code.
-        floor: lower bound of a block's largest magnitude.
+        floor: lower bound of a block's largest magnitude, for its scale.
     """
 
     block: int
@@ -57,7 +57,7 @@ class QuantRule:
 
 @functools.cache
 def quant_rule(quant: str, width: int) -> QuantRule:
-    """The rule of "fp8", "mxfp4" or "none" for heads of ``width`` channels."""
+    """Return the rule of "fp8", "mxfp4" or "none" for heads of ``width`` channels."""
     if quant == "fp8":
         return QuantRule(triton.next_power_of_2(width), E4M3_MAX, KV_AMAX_FLOOR)
     if quant == "mxfp4":
@@ -66,7 +66,7 @@ def quant_rule(quant: str, width: int) -> QuantRule:
 
 
 def heads_of(heads: int, width: int) -> int:
-    """Heads of a CTA."""
+    """Return the number of heads in a CTA's tile."""
     padded = triton.next_power_of_2(width)
     return max(1, min(triton.next_power_of_2(heads), _TILE // padded))
 
@@ -170,7 +170,7 @@ def indexer_q_rope_quant(
     quant: str = "fp8",
     hadamard: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``interface.indexer_q_rope_quant``."""
+    """Backend of ``interface.indexer_q_rope_quant`` in Triton; see its contract."""
     tokens, heads, width = q.shape
     packed = quant == "mxfp4"
     device = q.device

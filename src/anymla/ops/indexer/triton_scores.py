@@ -1,4 +1,4 @@
-"""Index scores on the device: rows of queries against keys in pages, or in one list.
+"""Index scores in Triton: rows of queries against keys in pages, or in one list.
 
     score[row, key] = sum_h weight[row, h] * relu(q[row, h] . key)
 
@@ -10,15 +10,15 @@ are summed:
     keys of a request | tile | tile | ..  x  [rows x heads]  ->  scores [rows, keys]
                                                                  maxima [rows, keys / 16]
 
-One kernel with four options. Keys lie in pages that a block table lists, or, without one, in a
-list. The table may list blocks, parts of pages, for each row: columns are then the entries of these
-side by side. With a ``context`` what a row does not see is -inf up to there; without, it is not
-written. With ``maxima`` the largest of each 16 scores is written as an ordered integer, for the
-top-k by groups.
+One kernel serves four options. Keys lie in pages that a block table lists, or in a list without a
+block table. The table may list blocks, parts of pages, for each row; columns are then the entries
+of these side by side. With a ``context``, entries that a row does not see are -inf up to there;
+otherwise they are not written. With ``maxima``, the maximum of each 16 scores is written as an
+ordered integer, for the top-k by groups.
 
-Kinds of values are "e4m3" and "e2m1" (codes), "fp16", "bf16" and "fp32". The product is taken in
-the narrowest arithmetic that holds both operands' values exactly; sums are always float32. Codes of
-"e4m3_words" are read and decoded four at a time; they lie at multiples of 4 bytes.
+Kinds of values are "e4m3" and "e2m1" (codes), "fp16", "bf16" and "fp32". The product uses the
+narrowest arithmetic that holds both operands' values exactly; sums are always float32. Codes of
+"e4m3_words" are read and decoded four at a time, from addresses that are multiples of 4.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _KIND_OF_CODEC = {"row_fp8": "e4m3", "row_mxfp4": "e2m1", "bf16": "bf16", "fp32"
 
 @dataclasses.dataclass(frozen=True)
 class ListFormat:
-    """Keys in a list, in place of the codec of pages; a constexpr.
+    """Format of keys in a list, in place of the codec of pages; a constexpr.
 
     Attributes:
-        values: kind of their values (constexpr has a ``value`` of its own).
-        channels: of a key.
-        kind: tells it from a codec.
+        values: kind of the keys' values (a constexpr already has a ``value``).
+        channels: number of channels of a key.
+        kind: constant that distinguishes this format from a codec of pages.
     """
 
     values: str
@@ -79,13 +79,13 @@ class ListFormat:
 
 
 def math_of(q_kind: str, k_kind: str, target: Target) -> str:
-    """Arithmetic of the product: "e4m3", "fp16", "bf16" or "fp32"."""
+    """Return the arithmetic of the product: "e4m3", "fp16", "bf16" or "fp32"."""
     kinds = {q_kind, k_kind}
     if kinds == {"e4m3"}:
         return "e4m3" if target.dot_e4m3 else "fp16"
     if kinds <= {"e4m3", "fp16"}:
         return "fp16"
-    # An e2m1 value with its scale has bfloat16's range.
+    # A scaled e2m1 value needs bfloat16's range.
     return "bf16" if kinds <= {"e4m3", "e2m1", "bf16"} and not target.arc_a else "fp32"
 
 
@@ -577,14 +577,14 @@ def write_scores(
     *,
     context: int = 0,
 ) -> None:
-    """Write the scores of some rows, and the maximum of every 16.
+    """Write the scores of some rows, and the maximum of every 16 scores.
 
     Args:
-        inputs: the rows.
-        scores: [>= rows, >= covered] float32, written where an entry is visible to a scored row.
-        maxima: [>= rows, >= covered / 16] int32, written likewise; or None.
-        target: of the device.
-        context: columns up to which what a row does not see becomes -inf; 0 for none.
+        inputs: queries and keys of the rows.
+        scores: scores to write, float32 [>= rows, >= covered], where a scored row sees an entry.
+        maxima: maxima to write, int32 [>= rows, >= covered / 16], for the same entries; or None.
+        target: architecture of the device.
+        context: number of columns in which entries that a row does not see become -inf; 0 for none.
     """
     rows, heads = inputs.q.shape[:2]
     table = inputs.block_table
@@ -632,7 +632,7 @@ paged_mqa_logits = functools.partial(paged_logits, write_scores)
 def _in_words(
     inputs: ScoreInputs, q_kind: str, key_format: Any, keys_stride: int
 ) -> tuple[str, Any]:
-    """Kind of queries and format of keys, if their e4m3 codes can be read four at a time."""
+    """Choose kinds of queries and keys, reading e4m3 codes four at a time where possible."""
     if key_format.channels % 4 == 0:
         if q_kind == "e4m3" and inputs.q.data_ptr() % 4 == 0:
             q_kind = "e4m3_words"
@@ -645,5 +645,5 @@ def _in_words(
 
 
 def _codes(x: Tensor) -> Tensor:
-    """FP8 values as bytes: kernels take no pointer to FP8."""
+    """View FP8 values as bytes, since kernels take no pointers to FP8."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

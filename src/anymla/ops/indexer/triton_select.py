@@ -1,28 +1,29 @@
-"""``select_topk`` on the device: scores of a chunk of tokens, then top-k of each row.
+"""``select_topk`` in Triton: scores of a chunk of tokens, then top-k of each row.
 
-A chunk is two launches: scores into scratch that the next chunk uses again, then a top-k kernel,
-which writes entries, slots and counts. Sizes decide everything (``config``), values nothing, so a
+A chunk takes two launches: scores into scratch that the next chunk reuses, then a top-k kernel that
+writes entries, slots and counts. Launches depend on sizes only (``config``), never on values, so a
 call can be captured in a graph.
 
-Short rows, and rows whose scores came with the maximum of each 16 ("row", "groups"). The k-th
-largest maximum is at most the k-th score, since k groups have a score at least as large; and of
-the groups that equal it, the first ones hold all ties that can win, because each of them has a tie
-that comes earlier. So the top-k groups, first ones among equals, hold the selection, and no more
-is read:
+Short rows ("row"), and rows whose scores came with the maximum of each 16 ("groups"). The k-th
+largest maximum is at most the k-th score, since k groups contain a score at least as large. Of the
+groups whose maximum equals it, the first ones contain all ties that can win, because each has a tie
+that comes earlier. So the top-k groups, first ones among equals, contain the selection, and nothing
+else is read:
 
     maxima   | 7 | 2 | 9 | 4 | ..   ->  the top-k groups, in order of entries
     scores   | .. 16 .. | .. 16 ..   ->  top-k of k * 16 scores, in order of entries
 
-A row with no more groups than are kept is read as it is, without maxima.
+A row with no more groups than k is read whole, without maxima.
 
-Other rows ("samples"). A split of a row collects the scores that pass a threshold from samples, in
-order of entries; what is collected of a row is selected from. If the samples misled (fewer than k,
-or more than the capacity), the row is bisected instead, so that the result never depends on them.
+Other rows ("samples"). Each split of a row collects the scores that pass a threshold taken from
+samples, in order of entries; the selection is made from the collected scores. If the threshold was
+bad (fewer than k pass, or more than the capacity), the row is bisected instead, so the result never
+depends on the samples.
 
     collect  row | split | split | ..  ->  candidates of a split    grid (splits, rows)
     merge    candidates of a row       ->  k entries                grid (rows,)
 
-With one split, ``collect`` merges its own row.
+With one split, ``collect`` also merges its own row.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from anymla.ops.streams import scratch
 
 _GROUP = tl.constexpr(GROUP)
 _EACH = tl.constexpr(4)  # neighbours that a thread loads at once
-_RUN = tl.constexpr(8)  # samples side by side
+_RUN = tl.constexpr(8)  # adjacent samples
 _LARGEST = tl.constexpr(0x7FFFFFFF)
 
 
@@ -448,9 +449,9 @@ def sample_merge_kernel(
             )
 
 
-# Writes the scores of a chunk: (inputs, scores, maxima, target).
+# Function (inputs, scores, maxima, target) that writes the scores of a chunk.
 WriteScores = Callable[[ScoreInputs, Tensor, Tensor | None, Target], None]
-# Launches a backend's own top-k of "row" and "groups": (config, scores, maxima, kernel arguments).
+# Function (config, scores, maxima, kernel arguments) that launches a backend's own top-k.
 RowTopk = Callable[[SelectConfig, Tensor, Tensor | None, tuple[Any, ...]], None]
 
 
@@ -477,9 +478,9 @@ def select_with(
     blocks: Tensor | None = None,
     block_size: int = 8,
 ) -> Tensor:
-    """``interface.select_topk`` with scores from ``score``.
+    """Run ``interface.select_topk`` with scores from ``score``.
 
-    Rows that ``row_topk``, a backend's own top-k kernel, can hold are left to it, if it is given.
+    A backend's own top-k kernel ``row_topk``, if given, takes the rows that it can hold.
     """
     inputs = select_inputs(
         q, q_scales, weights, index_cache, layout, block_table, lengths, token_to_req,
@@ -495,7 +496,7 @@ def select_with(
     )
     if len(inputs.q):
         target = device_facts.target_of(device)
-        # Of blocks, scores and top-k know their entries' columns.
+        # With blocks, scores and top-k work on the columns of their entries.
         columns = inputs.covered if blocks is None else blocks.shape[1] * block_size
         columns = min(columns, inputs.covered)
         config = choose_select_config(
@@ -539,7 +540,7 @@ select_topk = functools.partial(select_with, write_scores, None)
 
 
 class _Scratch:
-    """What the top-k of a chunk needs; made once a call."""
+    """Scratch of a chunk's top-k, allocated once for each call."""
 
     def __init__(self, config: SelectConfig, covered: int, device: torch.device) -> None:
         def integers(*shape: int) -> Tensor:
@@ -557,7 +558,7 @@ class _Scratch:
 
 
 def _row_arguments(inputs: ScoreInputs, outputs: SelectOutputs) -> tuple[Any, ...]:
-    """Arguments of every top-k kernel, from ``lengths`` to ``k``."""
+    """Return the arguments that all top-k kernels share, from ``lengths`` to ``k``."""
     slots, table = outputs.slots, outputs.slot_table
     return (
         inputs.lengths,
@@ -579,13 +580,13 @@ def _row_arguments(inputs: ScoreInputs, outputs: SelectOutputs) -> tuple[Any, ..
     )
 
 
-_COUNTS = 6  # place of ``counts`` among them
+_COUNTS = 6  # index of ``counts`` among them
 
 
 def _launch_topk(
     config: SelectConfig, memory: _Scratch, arguments: tuple[Any, ...], target: Target
 ) -> None:
-    """Launch the top-k of a chunk."""
+    """Launch the top-k of one chunk by the configured algorithm."""
     scores, rows = memory.scores.view(torch.int32), len(arguments[0])
     options = pdl_launch(scores.device) | row_registers(rows, target)
     if config.algorithm == "samples":

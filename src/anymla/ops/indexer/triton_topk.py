@@ -1,25 +1,25 @@
-"""Exact top-k of rows on the device: radix select by histograms, then the winners in order.
+"""Exact top-k of rows in Triton: radix select by histograms, then the winners in order.
 
-Scores become integers of the same order. A CTA finds the k-th largest of its split of a row digit
-by digit, from histograms of 256 bins, and keeps the top-k in the order of their columns; few long
-rows have several splits, whose winners are selected from once more. The winners are ordered last.
-Nothing depends on the order in which CTAs run.
+Scores are mapped to integers of the same order. A CTA finds the k-th largest integer of its split
+of a row digit by digit, from histograms of 256 bins, and keeps the top-k in the order of their
+columns; a few long rows have several splits, whose winners go through another selection. Winners
+are sorted last. Nothing depends on the order in which CTAs run.
 
     select   row | split | split | ..  ->  k candidates a split     grid (rows, splits)
     merge    candidates of a row       ->  k winners                grid (rows,)
     sort     winners of a row, in a sorting network  ->  k columns  grid (rows,)
-    rank     each goes where as many are better      ->  k columns  grid (rows, blocks of winners)
+    rank     each goes to the number of better ones  ->  k columns  grid (rows, blocks of winners)
 
-Workspace: int32 [rows, splits * k] candidates and [rows, k] winners.
+Workspace: int32 candidates [rows, splits * k] and winners [rows, k].
 
-The k-th largest of values that a CTA holds in registers is found by counting instead
-(``kth_largest``, which ``triton_select`` uses): how many keys reach two probes at a time narrows
-(low, high] until the count is the wanted one or one key is left. Where probes are set decides how
-long it takes, never what comes out:
+For values that a CTA holds in registers, the k-th largest is found by counting (``kth_largest``,
+which ``triton_select`` uses): the numbers of keys that reach two probes at a time narrow (low,
+high] until the count is k or one key is left. The choice of probes decides how long that takes,
+never the result:
 
     first    around the quantile of a normal distribution with the keys' mean and deviation
-    then     around where the logarithm of the count, interpolated, is the wanted one
-    fifth    at thirds of the range, which bounds the search whatever the scores are
+    then     around the key where the logarithm of the count, interpolated, is that of k
+    fifth    at thirds of the range, which bounds the search for any scores
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from anymla.ops.indexer.config import (
 )
 from anymla.ops.streams import scratch
 
-# A score becomes an int32 that orders as scores do ("key"): -0 is 0, every NaN the largest. No key
-# is NOTHING, which stands for an entry that is absent.
+# A score becomes an int32 "key" that orders as scores do: -0 equals 0, every NaN is the largest. No
+# key equals NOTHING, which marks an absent entry.
 NAN_KEY = tl.constexpr(0x7F800001)  # just above +inf's bits
 NOTHING = tl.constexpr(-0x80000000)
 _LARGEST = tl.constexpr(0x7FFFFFFF)
-# From Triton 3.4 on.
+# True since Triton 3.4.
 _MASKED_HISTOGRAM = tl.constexpr("mask" in inspect.signature(tl.histogram).parameters)
-# Winners that a CTA ranks, and those that it compares them with at a time.
+# Winners that a CTA ranks, and winners that it compares them with at a time.
 _RANKED, _COMPARED = 32, 256
 
 
@@ -384,7 +384,7 @@ def rank_kernel(
 def topk_per_row(
     logits: Tensor, starts: Tensor, ends: Tensor, k: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """See ``interface.topk_per_row``."""
+    """Backend of ``interface.topk_per_row`` in Triton; see its contract."""
     rows, columns = logits.shape
     kept = min(k, columns)
     best = out
@@ -393,7 +393,7 @@ def topk_per_row(
     if not rows or not kept:
         best.fill_(-1)
         return best if out is None or out is best else out.copy_(best)
-    # As integers, so that a score is its bits, whatever they mean.
+    # Scores are passed as integers, so that a kernel sees their bits.
     bits = (logits if logits.stride(1) == 1 else logits.contiguous()).view(torch.int32)
     starts, ends = starts.contiguous(), ends.contiguous()
     winners = winners_of(bits, starts, ends, k)
@@ -403,16 +403,16 @@ def topk_per_row(
 
 
 def winners_of(bits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
-    """Columns of the k highest scores of each row, ascending.
+    """Find the columns of each row's k highest scores, ascending.
 
     Args:
-        bits: [M, N] int32 of unit stride in a row, the float32 scores; M, N >= 1.
-        starts: [M] int32, contiguous.
-        ends: [M] int32, contiguous.
-        k: any number >= 1.
+        bits: float32 scores as int32 bits, [M, N] with unit stride in a row; M, N >= 1.
+        starts: first column of each row, [M] int32, contiguous.
+        ends: one past the last column of each row, [M] int32, contiguous.
+        k: number of columns to find, at least 1.
 
     Returns:
-        [M, min(k, N)] int32 in scratch memory: columns, then -1.
+        Columns, then -1, [M, min(k, N)] int32 in scratch memory.
     """
     rows, columns = bits.shape
     kept = min(k, columns)
@@ -439,15 +439,15 @@ def winners_of(bits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
 def _order_winners(
     bits: Tensor, starts: Tensor, ends: Tensor, winners: Tensor, out: Tensor, by_sorting: bool
 ) -> None:
-    """Write each row's winners in order.
+    """Write each row's winners in the order of their scores.
 
     Args:
-        bits: [M, N] int32, the scores.
-        starts: [M] int32.
-        ends: [M] int32.
-        winners: [M, min(k, N)] int32, columns in any order, then -1.
-        out: [M, k] int32, written.
-        by_sorting: in a sorting network, not by counting.
+        bits: float32 scores as int32 bits, [M, N].
+        starts: first column of each row, [M] int32.
+        ends: one past the last column of each row, [M] int32.
+        winners: columns in any order, then -1, [M, min(k, N)] int32.
+        out: indices to write, [M, k] int32.
+        by_sorting: True to use a sorting network, False to rank by counting.
     """
     rows, columns = bits.shape
     kept, k = winners.shape[1], out.shape[1]

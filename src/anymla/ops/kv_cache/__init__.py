@@ -1,4 +1,4 @@
-"""Storing rows in paged caches, and reading them back."""
+"""Operations that store rows in paged caches and read them back."""
 
 from anymla.ops.kv_cache.interface import (
     dequant_gather_slots,

@@ -1,4 +1,4 @@
-"""Contracts for storing rows in paged caches and reading them back."""
+"""Contracts of the operations that store rows in paged caches and read them back."""
 
 from torch import Tensor
 
@@ -25,16 +25,17 @@ def quantize_and_insert_k_cache(
     stored as bfloat16. ``formats.page_layout`` describes the other layouts.
 
     Args:
-        k: [N or more, D] floating point, normed and rotated; rows past N are ignored.
-        k_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride; written. Nothing
-            but the entries named by slots changes, padding included.
-        slot_mapping: [N] int64, ``page * B + offset``. Slots outside the cache (negative, or past
-            its end) are skipped; valid slots are distinct.
-        layout: layout id of the cache, of D channels.
+        k: rows that are already normed and rotated, [N or more, D] floating point; rows past N are
+            ignored.
+        k_cache: cache to write, [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
+            Only the entries at the given slots change; padding bytes stay as they are.
+        slot_mapping: slots ``page * B + offset`` of the rows, [N] int64. Slots outside the cache
+            (negative, or past its end) are skipped; valid slots are distinct.
+        layout: identifier of the cache's layout, whose rows have D channels.
         backend: name of the backend that runs; None for the best that can.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout.
+        TypeError, ValueError: if a dtype, shape, device or layout is wrong.
 
     Source: DeepSeek-V4 reference, inference/kernel.py (act_quant), and FlashMLA's cache format.
     """
@@ -62,22 +63,23 @@ def dequantize_and_gather_k_cache(
     cache pass lengths in entries.
 
     Args:
-        out: [R, M, D] floating point; written. Rows outside offset .. offset + n - 1 are untouched;
-            rows past M are dropped.
-        k_cache: [Pages, B, row] (or [Pages, B, 1, row]) in ``layout``, any page stride.
-        seq_lens: [R] int32, rows in each sequence.
-        gather_lens: [R] int32, how many of its last rows to gather, or None for all. n <= 0 writes
-            nothing.
-        block_table: [R, P] int32. A position that has no page (before 0, past the table, or a page
-            id outside the cache) gives a zero row.
-        offset: first row of ``out`` that is written, >= 0.
-        layout: layout id of the cache, of D channels.
+        out: buffer to write, [R, M, D] floating point. Rows outside offset .. offset + n - 1 are
+            not written; decoded rows past M are dropped.
+        k_cache: cache to read, [Pages, B, row] (or [Pages, B, 1, row]) in ``layout``, any page
+            stride.
+        seq_lens: number of rows in each sequence, [R] int32.
+        gather_lens: number n of each sequence's last rows to gather, [R] int32, or None for all; n
+            <= 0 writes nothing.
+        block_table: page ids of each request, [R, P] int32. A position without a page (before 0,
+            past the table, or with a page id outside the cache) gives a zero row.
+        offset: first row of ``out`` that is written, at least 0.
+        layout: identifier of the cache's layout, whose rows have D channels.
         backend: name of the backend that runs; None for the best that can.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout, or a negative offset.
+        TypeError, ValueError: if a dtype, shape, device or layout is wrong, or offset is negative.
 
-    Source: vLLM's DeepSeek-V4 prefill gathers its cache this way; decode as in ``formats``.
+    Source: vLLM's DeepSeek-V4 prefill gathers its cache this way; decoding as in ``formats``.
     """
     name = "dequantize_and_gather_k_cache"
     dims = check(
@@ -103,17 +105,17 @@ def dequant_gather_slots(
     """Decode the rows at the given slots: ``out[m] = decode(cache[indices[m]])``.
 
     Args:
-        out: [M, D] floating point; written.
-        k_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
-        indices: [M] int32, ``page * B + offset``. A slot outside the cache (negative, or past its
-            end) gives a zero row.
-        layout: layout id of the cache, of D channels.
+        out: buffer for the decoded rows, [M, D] floating point; written.
+        k_cache: cache to read, [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
+        indices: slots ``page * B + offset`` to read, [M] int32. A slot outside the cache (negative,
+            or past its end) gives a zero row.
+        layout: identifier of the cache's layout, whose rows have D channels.
         backend: name of the backend that runs; None for the best that can.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout.
+        TypeError, ValueError: if a dtype, shape, device or layout is wrong.
 
-    Source: vLLM's XPU decode path gathers its cache this way; decode as in ``formats``.
+    Source: vLLM's XPU decode path gathers its cache this way; decoding as in ``formats``.
     """
     name = "dequant_gather_slots"
     dims = check(name, out=(out, "M D", FLOATS), indices=(indices, "M", INT32))

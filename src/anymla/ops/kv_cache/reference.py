@@ -1,4 +1,4 @@
-"""Reading cache rows one at a time, through the codecs of ``formats``."""
+"""Reference of reading cache rows, one at a time through the codecs of ``formats``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dequantize_and_gather_k_cache(
     offset: int = 0,
     layout: str = MAIN_FP8,
 ) -> None:
-    """See ``interface.dequantize_and_gather_k_cache``."""
+    """Reference of ``interface.dequantize_and_gather_k_cache``; see its contract."""
     row_layout, cache = get_layout(layout), pages_of(k_cache)
     entries = cache.shape[1]
     lengths = seq_lens if gather_lens is None else gather_lens
@@ -36,14 +36,14 @@ def dequantize_and_gather_k_cache(
 def dequant_gather_slots(
     out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str = MAIN_FP8
 ) -> None:
-    """See ``interface.dequant_gather_slots``."""
+    """Reference of ``interface.dequant_gather_slots``; see its contract."""
     row_layout, cache = get_layout(layout), pages_of(k_cache)
     for row, slot in enumerate(indices.tolist()):
         out[row] = _row(row_layout, cache, slot, out.dtype)
 
 
 def _row(layout: PageLayout, cache: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
-    """Decoded row [channels] of one slot; zeros outside the cache."""
+    """Decode the row [channels] of one slot; zeros for a slot outside the cache."""
     pages, entries = cache.shape[:2]
     if not 0 <= slot < pages * entries:
         return torch.zeros(layout.channels, dtype=dtype, device=cache.device)

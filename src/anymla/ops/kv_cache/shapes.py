@@ -15,12 +15,12 @@ from anymla.formats.page_layout import (
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """A cache and the rows that are stored to it, or read.
+    """Layout of a cache, and dtype of the rows that are stored to it or read.
 
     Attributes:
-        layout: layout id.
+        layout: identifier of the cache's layout.
         dtype: Triton's name of the rows' dtype.
-        page_size: entries of a page.
+        page_size: number of entries in a page.
     """
 
     layout: str
@@ -32,9 +32,9 @@ class CacheShape:
 
 
 LAYOUTS = MAIN_LAYOUTS + V41_LAYOUTS + INDEX_LAYOUTS
-# Entries of a page of main and index caches, and what 256 tokens leave of them at ratio 128.
+# Entries in a page of main and index caches, and in one of 256 tokens at ratio 128.
 PAGE_SIZE, COMPRESSED_PAGE_SIZE = 64, 2
-# Every layout, and the main ones in pages of both sizes; dtypes are independent of them.
+# Every layout, the main ones with pages of both sizes; dtypes vary independently of layouts.
 CACHES = (
     *(CacheShape(layout, "bf16", PAGE_SIZE) for layout in LAYOUTS),
     *(CacheShape(layout, "bf16", COMPRESSED_PAGE_SIZE) for layout in MAIN_LAYOUTS),

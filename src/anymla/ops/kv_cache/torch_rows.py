@@ -14,14 +14,14 @@ from anymla.ops._torch_pages import read_rows, write_rows
 def quantize_and_insert_k_cache(
     k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str = MAIN_FP8
 ) -> None:
-    """See ``interface.quantize_and_insert_k_cache``."""
+    """Backend of ``interface.quantize_and_insert_k_cache`` in torch; see its contract."""
     write_rows(k_cache, slot_mapping, k[: slot_mapping.shape[0]], layout)
 
 
 def dequant_gather_slots(
     out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str = MAIN_FP8
 ) -> None:
-    """See ``interface.dequant_gather_slots``."""
+    """Backend of ``interface.dequant_gather_slots`` in torch; see its contract."""
     read_rows(k_cache, indices, layout, out)
 
 
@@ -35,7 +35,7 @@ def dequantize_and_gather_k_cache(
     offset: int = 0,
     layout: str = MAIN_FP8,
 ) -> None:
-    """See ``interface.dequantize_and_gather_k_cache``."""
+    """Backend of ``interface.dequantize_and_gather_k_cache`` in torch; see its contract."""
     entries = pages_of(k_cache).shape[1]
     lengths = seq_lens if gather_lens is None else gather_lens
     limit = max(0, out.shape[1] - offset)
@@ -62,7 +62,7 @@ def dequantize_and_gather_k_cache(
 
 
 def _slots(positions: Tensor, block_table: Tensor, entries: int) -> Tensor:
-    """Slots of positions [..., n] through tables [..., P]; negative where there is no page."""
+    """Translate positions [..., n] by tables [..., P] to slots; negative without a page."""
     columns = block_table.shape[-1]
     if not columns:
         return torch.full_like(positions, -1)

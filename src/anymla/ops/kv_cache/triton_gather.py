@@ -1,7 +1,7 @@
-"""Gather cache rows and decode them.
+"""Gathering and decoding of cache rows in Triton.
 
-Grid: one CTA for ROWS consecutive rows of the result (of one request); the tile is ROWS whole rows,
-wherever in the cache they lie.
+Grid: one CTA for ROWS consecutive rows of the result (of one request); a tile is ROWS whole rows
+from anywhere in the cache.
 
     out row | decode(entry)      |
     out row | zeros: no such slot|
@@ -111,7 +111,7 @@ def gather_sequences_kernel(
 def dequant_gather_slots(
     out: Tensor, k_cache: Tensor, indices: Tensor, *, layout: str = MAIN_FP8
 ) -> None:
-    """See ``interface.dequant_gather_slots``."""
+    """Backend of ``interface.dequant_gather_slots`` in Triton; see its contract."""
     cache, page_stride, pages, entries = cache_bytes(k_cache)
     count, codec = indices.shape[0], row_codec(layout)
     if not count:
@@ -147,7 +147,7 @@ def dequantize_and_gather_k_cache(
     offset: int = 0,
     layout: str = MAIN_FP8,
 ) -> None:
-    """See ``interface.dequantize_and_gather_k_cache``."""
+    """Backend of ``interface.dequantize_and_gather_k_cache`` in Triton; see its contract."""
     cache, page_stride, pages, entries = cache_bytes(k_cache)
     requests, limit = out.shape[0], out.shape[1] - offset
     if not requests or limit <= 0:
@@ -167,7 +167,7 @@ def _gathering(
     paged: tuple[int, int, int, str],
     device: torch.device,
 ) -> PreparedLaunch:
-    """Of requests, rows of each, those left out, a table's columns and stride; see there."""
+    """Prepare a launch for requests, rows of each, skipped rows, and a table's width and stride."""
     requests, limit, offset, columns, table_stride = sizes
     page_stride, pages, entries, layout = paged
     codec, target = row_codec(layout), device_facts.target_of(device)

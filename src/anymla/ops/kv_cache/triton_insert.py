@@ -1,6 +1,6 @@
-"""Quantise rows and store them in a cache.
+"""Quantisation and storing of cache rows in Triton.
 
-Grid: one CTA for ROWS consecutive tokens; the tile is ROWS whole rows.
+Grid: one CTA for ROWS consecutive tokens; a tile is ROWS whole rows.
 
               channels
     token  | codes of 7 quant blocks | bf16 |  -> entry of slot_mapping[token], or nothing
@@ -70,7 +70,7 @@ def insert_kernel(
 def quantize_and_insert_k_cache(
     k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, layout: str = MAIN_FP8
 ) -> None:
-    """See ``interface.quantize_and_insert_k_cache``."""
+    """Backend of ``interface.quantize_and_insert_k_cache`` in Triton; see its contract."""
     cache, page_stride, pages, entries = cache_bytes(k_cache)
     count, codec = slot_mapping.shape[0], row_codec(layout)
     if not count or not pages:

@@ -1,4 +1,4 @@
-"""Products with weights as they are stored, and attention's output projection."""
+"""Products with weights in their stored format, and attention's output projection."""
 
 from anymla.ops.linear.interface import (
     fp8_block_linear,

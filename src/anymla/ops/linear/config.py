@@ -1,7 +1,7 @@
-"""Every choice of the GEMMs ``x @ weight^T``: kernel, tile and splits for a shape and a target.
+"""Choices of kernel, tile and splits for the GEMMs ``x @ weight^T`` of a shape and target.
 
-A threshold stands here once, beside what it was measured with on an H200;
-docs/performance/linear.md has the rows of Hopper's kernels.
+Each threshold stands beside the measurement on an H200 that it rests on; docs/performance/linear.md
+has the results of Hopper's kernels.
 """
 
 from __future__ import annotations
@@ -21,56 +21,58 @@ from anymla.ops._gemm_config import (
 )
 from anymla.ops.device import Target
 
-# Result types of ``grouped_output_projection_fp8`` by the names that it takes.
+# Result dtypes of ``grouped_output_projection_fp8``, by the names that it takes.
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Threshold, and what it was measured on (rows of the weight x channels).
+# Thresholds, with the shape of the measurement behind each (rows of the weight x channels).
 #
-# Hopper. Tiles over SMs: nearly two waves, more than one, nearly one, and most of one: all products
-# of both models, 17 to 128 tokens.
+# Hopper. Numbers of waves (tiles over SMs): nearly two, more than one, nearly one, and most of one.
+# Measured on all products of both models with 17 to 128 tokens.
 _TWO_WAVES, _MORE_THAN_ONE, _ONE_WAVE, _MOST_OF_ONE = 1.8, 1.2, 0.9, 0.65
-# Tokens up to which two CTAs an SM are best, in chains of all products: V4-Flash's six with 1, 8
-# and 16 tokens 43.5, 43.3 and 46.7 us (45.0, 46.4 and 53.6 with one), V4-Pro's 99.6, 99.5 and 103.9
-# (99.4, 102.3 and 123.3).
+# Most tokens for which two CTAs an SM are best, in chains of all products: V4-Flash's six with 1, 8
+# and 16 tokens take 43.5, 43.3 and 46.7 us (45.0, 46.4 and 53.6 with one CTA), V4-Pro's 99.6, 99.5
+# and 103.9 (99.4, 102.3 and 123.3).
 _VERY_FEW = 16
-# K blocks up to which a tile's sums are soon exchanged, which warps with rows of their own need
-# not do: wq_b, 32768 x 1024 and 65536 x 1536. K blocks from which what a deep ring gains is more
-# than what the next kernel does, which does not fit beside it then: wo_b of V4-Pro, 7168 x 16384,
-# 64 tokens 49.5 us to 35.0; and with more than 64 tokens: V4-Flash's six products, 91.1 to 84.7.
+# _SHORT_K: K blocks up to which the exchange of a tile's sums weighs much, so that warps have rows
+# of their own instead: wq_b, 32768 x 1024 and 65536 x 1536. _LONG_K: K blocks from which a deep
+# ring gains more than it costs the next kernel, which then does not fit beside it: wo_b of V4-Pro,
+# 7168 x 16384, 64 tokens 49.5 us to 35.0; the last, with more than 64 tokens: V4-Flash's six
+# products, 91.1 to 84.7.
 _SHORT_K, _LONG_K, _LONG_K_OF_MANY_TOKENS = 16, 48, 32
-# Tokens that the kernels take, and up to which products are exact: with 64 float16 takes 145 us of
-# the six products, the FP8 instruction 66.6; with 32 it is 55.9 and 61.
+# Most tokens that the kernels take, and most with exact products: with 64 tokens, the six products
+# take 145 us in float16 and 66.6 by the FP8 instruction; with 32, 55.9 and 61.
 MAX_TOKENS, MAX_EXACT_TOKENS = 128, 32
-# bfloat16: tokens of the small tile, and rows up to which cuBLAS has been measured: the
-# compressors' product 2624 x 4096, 7.6 us for 10.6, and V4-Pro's.
+# bfloat16: tokens of the small tile, and rows up to which it was compared with cuBLAS: the
+# compressors' product, 2624 x 4096, 7.6 us instead of 10.6, and V4-Pro's.
 BF16_SMALL_BLOCK_M, MAX_BF16_ROWS = 8, 8192
 #
-# cuBLAS. Tokens from which its FP8 GEMM is chosen: 4096 x 4096, 18 us for Triton's 47 with 256
-# tokens, 66 for 244 with 2048. Grouped it is a GEMM a group, eight of 17 us each: 8 x 1024 x 4096,
-# 333 tokens 128 us and 2048 tokens 467 us by Triton.
+# cuBLAS. Tokens from which its FP8 GEMM is chosen: 4096 x 4096, 256 tokens 18 us (Triton 47), 2048
+# tokens 66 (Triton 244). Grouped products are one GEMM a group, eight of 17 us each: 8 x 1024 x
+# 4096 by Triton, 333 tokens 128 us and 2048 tokens 467.
 VENDOR_TOKENS, VENDOR_GROUPED_TOKENS = 64, 512
 #
-# Triton. Tokens from which operands are swapped: 4096 x 4096 of FP8, 12.6 us not swapped and 14.8
-# swapped for one token, 14.2 and 10.8 for 32. With more, rows of the weight are read twice.
+# Triton. Most tokens for which operands are swapped: 4096 x 4096 in FP8, one token 12.6 us not
+# swapped and 14.8 swapped, 32 tokens 14.2 and 10.8. With more tokens, rows of the weight are read
+# twice.
 _SWAP_AB_TOKENS = {"fp8": 17, "mxfp4": 1}
 MAX_SWAP_AB_TOKENS = 32
-# CTAs that K is split for, and the least channels of a split: 512 fill any GPU; swapped, three an
-# SM keep enough loads in flight, 396 on an H200.
+# CTAs that K is split for, and fewest channels of a split. 512 CTAs fill any GPU; swapped, three an
+# SM, 396 on an H200, keep enough loads in flight.
 _CTAS, _MIN_SPLIT = 512, 512
 _SWAP_AB_CTAS_PER_SM, _SWAP_AB_MIN_SPLIT = 3, 512
-# Intel: rows of a tile, and channels of a step up to which its 4 warps spill nothing: V4.1's FP8 in
-# blocks of 32, 43 to 47 instructions for 1,000 multiply-adds, 82 to 87 by 8 warps (built for Arc
-# B); MXFP4 spills 11 registers on Max.
+# Intel: rows of a tile, and channels of a step up to which its 4 warps do not spill: V4.1's FP8 in
+# blocks of 32 takes 43 to 47 instructions for 1,000 multiply-adds, but 82 to 87 with 8 warps (built
+# for Arc B); MXFP4 spills 11 registers on Max.
 _INTEL_ROWS, _INTEL_SHORT_STEP = 64, 32
 
-# CPU. Tokens up to which weights are decoded in registers rather than first: 4096 x 4096, one core,
-# 64 tokens of FP8 23 ms by numba and 29 by torch, of MXFP4 15 and 28; 128 tokens 45 and 37, 34 and
-# 39.
+# CPU. Most tokens for which weights are decoded in registers instead of in memory. 4096 x 4096 on
+# one core, ms by numba and by torch: 64 tokens of FP8 23 and 29, of MXFP4 15 and 28; 128 tokens of
+# FP8 45 and 37, of MXFP4 34 and 39.
 MAX_NUMBA_TOKENS = 64
 
-# What sizes are multiples of: rows of every kernel's smallest tile on Hopper; channels of a K block
-# and rows of a tile of bfloat16; cuBLAS's tokens (4 would do) and channels, whose scales are read
-# as 16 bytes; and channels of two or four K blocks in flight.
+# Divisors that sizes must have: rows, of every kernel's smallest tile on Hopper; channels of a K
+# block and rows of a tile, of bfloat16; tokens (4 would do) and channels, of cuBLAS, which reads
+# scales as 16 bytes; channels, of two or four K blocks in flight.
 ROW_STEP = 64
 BF16_BLOCK_K, BF16_ROW_STEP = 64, 16
 VENDOR_TOKEN_STEP, VENDOR_CHANNEL_STEP = 16, 4 * FP8_BLOCK
@@ -80,13 +82,13 @@ NUMBA_CHANNEL_STEP = 32
 
 @dataclasses.dataclass(frozen=True)
 class GemmShape:
-    """Products of one launch, each [tokens, k] by [n, k]^T.
+    """Sizes of the products of one launch, each [tokens, k] by [n, k]^T.
 
     Attributes:
-        tokens: rows of activations.
-        n: rows of a group's weight.
-        k: channels.
-        groups: products.
+        tokens: number of rows of activations.
+        n: number of rows of a group's weight.
+        k: number of channels.
+        groups: number of products, one for each group.
     """
 
     tokens: int
@@ -97,18 +99,19 @@ class GemmShape:
 
 @dataclasses.dataclass(frozen=True)
 class Sm90Config:
-    """A kernel of Hopper and its tile.
+    """Kernel, tile and pipeline of a GEMM on Hopper.
 
     Attributes:
-        kernel: "warp_split_k" and "warp_split_n", which multiply float16, or "fp8_wgmma", e4m3.
-        block_n: rows of the weight.
-        block_m: tokens.
-        warps: that multiply.
-        stages: of the ring.
-        ctas_per_sm: resident at a time. With one, a CTA of the next kernel fits beside it and loads
-            its weights.
-        registers: of a thread on average.
-        in_flight: instructions in flight ("fp8_wgmma").
+        kernel: name of the kernel: "warp_split_k" or "warp_split_n", which multiply float16, or
+            "fp8_wgmma", which multiplies e4m3.
+        block_n: rows of the weight in a tile.
+        block_m: tokens in a tile.
+        warps: number of warps that multiply.
+        stages: number of stages of the ring.
+        ctas_per_sm: number of CTAs resident on an SM. With one, a CTA of the next kernel fits
+            beside it and loads its weights early.
+        registers: average number of registers of a thread.
+        in_flight: number of instructions in flight, for "fp8_wgmma".
     """
 
     kernel: str
@@ -124,9 +127,10 @@ class Sm90Config:
 def choose_sm90_config(
     shape: GemmShape, target: Target, quant_block: int = FP8_BLOCK
 ) -> Sm90Config:
-    """The config of FP8 products, 1 to 128 tokens by a multiple of 64 rows.
+    """Choose the config of FP8 products with 1 to 128 tokens and a multiple of 64 rows.
 
-    With 32 rows and channels a scale it is "warp_split_k", for up to MAX_EXACT_TOKENS.
+    With a scale for 32 rows and channels, the kernel is "warp_split_k", for up to MAX_EXACT_TOKENS
+    tokens.
     """
 
     def waves(block_n: int) -> float:
@@ -147,7 +151,7 @@ def choose_sm90_config(
 
 
 def _very_few_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> Sm90Config:
-    """Two CTAs an SM; where there are few tiles, more of them, and K shared by more warps."""
+    """Choose two CTAs an SM; with few tiles, smaller tiles whose K is shared by more warps."""
     block_m = 8 if tokens <= 8 else 16
     if waves(32) <= 1.0 and k_blocks > _SHORT_K:
         return Sm90Config("warp_split_k", 16, block_m, 8, 2, 2, 80)
@@ -163,14 +167,14 @@ def _mma_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> Sm
 
 
 def _small_blocks_config(waves: Callable[[int], float]) -> Sm90Config:
-    """A scale for 32 rows and channels: no tile has rows of two."""
+    """Choose a tile for scales of 32 rows and channels, at most 32 rows high."""
     if waves(32) < _MOST_OF_ONE:
         return Sm90Config("warp_split_k", 16, 32, 8, 3, 1, 104)
     return Sm90Config("warp_split_k", 32, 32, 4, 2, 2, 128)
 
 
 def _wgmma_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> Sm90Config:
-    """Rings of long tiles take what there is of shared memory."""
+    """Choose a tile for the FP8 instruction; for long K the ring fills shared memory."""
     wide, long = waves(128) > _TWO_WAVES, k_blocks >= _LONG_K
     if tokens <= 64:
         if wide:
@@ -192,7 +196,7 @@ def _wgmma_config(tokens: int, k_blocks: int, waves: Callable[[int], float]) -> 
 
 
 def choose_sm90_bf16_config(tokens: int) -> Sm90Config:
-    """The config of bfloat16 products of up to 32 tokens."""
+    """Choose the config of bfloat16 products with up to 32 tokens."""
     if tokens <= BF16_SMALL_BLOCK_M:
         return Sm90Config("warp_split_k", 16, 8, 8, 4, 2, 64)
     return Sm90Config("warp_split_k", 16, 32, 4, 4, 2, 104)
@@ -200,14 +204,15 @@ def choose_sm90_bf16_config(tokens: int) -> Sm90Config:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """A kernel of Triton, its tile, and splits of K.
+    """Kernel, tile and K splits of a GEMM in Triton.
 
     Attributes:
-        swap_ab: rows of the weight are those of the matrix instruction (``triton_gemm_swap_ab``).
+        swap_ab: True if the weight's rows are rows of the matrix instruction
+            (``triton_gemm_swap_ab``).
         operand: dtype of the matrix instruction's operands.
-        tile: of the product.
-        split_k: channels of a split of K, a multiple of 128.
-        block_diagonal: 128 channels of mxfp4 are one instruction (swap_ab).
+        tile: tile and pipeline of the product.
+        split_k: number of channels in a split of K, a multiple of 128.
+        block_diagonal: True if 128 channels of mxfp4 are one instruction (only with swap_ab).
     """
 
     swap_ab: bool
@@ -217,7 +222,7 @@ class TritonConfig:
     block_diagonal: bool = False
 
     def splits(self, k: int) -> int:
-        """Splits of so many channels."""
+        """Return the number of splits of ``k`` channels."""
         return max(1, _cdiv(k, self.split_k))
 
 
@@ -232,18 +237,18 @@ def choose_triton_config(
     aligned: bool = True,
     quant_block: int = FP8_BLOCK,
 ) -> TritonConfig:
-    """The config for a shape.
+    """Choose the config of a launch of products.
 
     Args:
-        shape: of the products.
-        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
-        target: what they run on.
-        x_dtype: of the activations before they are quantised.
-        weight_dtype: of the weight as stored.
-        quantized: activations are e4m3.
-        aligned: the weight lies at a multiple of 16 bytes, its scales at one of 4.
-        quant_block: rows and columns of an FP8 weight, and channels of activations, that share a
-            scale.
+        shape: sizes of the products.
+        weight_format: format of the weight, "plain", "fp8", "mxfp4" or "nvfp4".
+        target: architecture that they run on.
+        x_dtype: dtype of the activations before they are quantised.
+        weight_dtype: dtype of the weight's tensor.
+        quantized: True if activations are e4m3.
+        aligned: True if the weight starts at a multiple of 16 bytes, and its scales at one of 4.
+        quant_block: number of rows and columns of an FP8 weight, and of channels of activations,
+            that share a scale.
     """
     if quantized and aligned and _takes_swap_ab(shape, weight_format, target):
         return swap_ab_config(shape, weight_format, target)
@@ -260,7 +265,7 @@ def choose_triton_config(
 
 
 def _takes_swap_ab(shape: GemmShape, weight_format: str, target: Target) -> bool:
-    """Whether the shape is for swapped operands; RDNA and Arc A have no registers for them."""
+    """Return True for few tokens of a packed format; RDNA and Arc A lack the registers."""
     least = _SWAP_AB_TOKENS.get(weight_format, MAX_SWAP_AB_TOKENS + 1)
     whole = shape.k % FP8_BLOCK == 0 and shape.n % ROW_STEP == 0
     return (
@@ -271,11 +276,11 @@ def _takes_swap_ab(shape: GemmShape, weight_format: str, target: Target) -> bool
 
 
 def swap_ab_config(shape: GemmShape, weight_format: str, target: Target) -> TritonConfig:
-    """Operands are float16, whose products are exact everywhere."""
+    """Choose a swap-AB tile; operands are float16, whose products are exact on every target."""
     wgmma = uses_wgmma(target) and weight_format == "mxfp4"
-    # Registers for more sums of decoded rows are not everywhere.
+    # Only some targets have registers for more sums of decoded rows.
     wide = shape.tokens > 16 and (weight_format == "fp8" or wgmma)
-    # Intel: 4 warps of the wide tile spill 94 registers, 8 none (docs/intel.md).
+    # On Intel, 4 warps of the wide tile spill 94 registers, 8 warps none (docs/intel.md).
     warps = 8 if wide and target.backend == "xpu" else 4
     tile = TileConfig(32 if wide else 16, ROW_STEP, FP8_BLOCK, warps, 4)
     ctas = _SWAP_AB_CTAS_PER_SM * target.sm_count
@@ -293,8 +298,8 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def plain_backend(backend: str | None) -> str | None:
-    """The backend of plain products in a model whose layers run on ``backend``.
+    """Return the backend for plain products in a model whose layers run on ``backend``.
 
-    Triton has no kernel for them: a model that runs on Triton leaves them to the automatic choice.
+    Triton has no kernel for them, so models that run on Triton leave the choice automatic.
     """
     return None if backend == "triton" else backend

@@ -1,28 +1,28 @@
-"""FP8 and bfloat16 GEMMs with few rows of activations on Hopper, as fast as the weight can be read.
+"""FP8 and bfloat16 GEMMs on Hopper for few tokens, at the speed of reading the weight.
 
-Grid: as many CTAs as are resident at once, each with every so-many-th tile of BLOCK_N rows of the
+Grid: as many CTAs as are resident at once; a CTA takes every n-th tile of BLOCK_N rows of the
 weight.
 
     w [groups x n, K]  .  x [tokens, group, K]^T  ->  y [tokens, group, n]
 
     producer    1 warp: K blocks of 128 channels of both operands by TMA into a ring of STAGES; the
-                weight's first stages as soon as the CTA starts, activations after the grid before
+                weight's first stages at once, activations after the grid before has ended
     consumer    one of
-        warp_split_k    a K block a warp: warps share nothing before the end of a tile, where their
+        warp_split_k    each warp has its own K blocks; warps share nothing until a tile ends, where
                         sums are added in the order of the K blocks (mma.sync, up to 32 tokens)
-        warp_split_n    BLOCK_N / WARPS rows a warp, a K block a stage: for short K (mma.sync)
-        fp8_wgmma       16 tokens a warp: IN_FLIGHT products by the FP8 instruction, the later of
-                        which run while the first are scaled and added in float32 (33 to 128 tokens)
+        warp_split_n    BLOCK_N / WARPS rows a warp, a K block a stage; for short K (mma.sync)
+        fp8_wgmma       16 tokens for each warp: IN_FLIGHT products by the FP8 instruction, of which
+                        later ones run while earlier ones are scaled and added (33 to 128 tokens)
 
-Barriers: full[i] TMA -> consumer, empty[i] consumer -> producer.
+Barriers: full[i] from TMA to consumer, empty[i] from consumer to producer.
 
-Consumers of mma.sync decode codes to float16 in registers, whose products are exact, and add them
-in float32; the sum of each K block is then scaled. Channels go into the instruction in another
-order, the same for both operands: a thread has eight neighbours of a line's 32 packed int32, so
-that it reads 16 bytes at a time. Where 32 channels share a scale (warp_split_k alone takes that) it
-has two of each eight, so that the channels of an instruction are of one quant block. A tile of
-fp8_wgmma has few rows rather than a part of K, so that no sums are exchanged; its activations are
-read once more for every tile, from L2.
+Consumers with mma.sync decode codes to float16 in registers, whose products are exact, and
+accumulate in float32; each K block's sum is then scaled. Both operands permute the channels in the
+same way: a thread has eight neighbours of a line's 32 packed int32, so that it reads 16 bytes at a
+time. Where 32 channels share a scale (only in warp_split_k), it has two of each eight, so that an
+instruction's channels belong to one quant block. A tile of fp8_wgmma has few rows instead of a part
+of K, so that no sums are exchanged; in return, its activations are read again for every tile, from
+L2.
 """
 
 from typing import Any, NamedTuple
@@ -44,11 +44,11 @@ _K_BLOCK = gl.constexpr(128)
 
 
 class Ring(NamedTuple):
-    """Stages of both operands, between producer and consumer.
+    """Ring of stages of both operands, between producer and consumer.
 
     Attributes:
-        w: shared memory of the weight's K blocks.
-        x: shared memory of the activations'.
+        w: shared memory for K blocks of the weight.
+        x: shared memory for K blocks of the activations.
         full: barriers of stages that have been filled.
         empty: barriers of stages that the consumer has released.
     """
@@ -60,19 +60,19 @@ class Ring(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """What a consumer reads and writes besides the ring; ``warp_split_k_kernel`` says how it lies.
+    """Arguments of a consumer besides the ring; see ``warp_split_k_kernel`` for memory layouts.
 
     Attributes:
-        x_scales: scales of the activations, or None.
-        scales: scales of the weight, or None.
-        out: the result.
-        tokens: rows of activations.
-        n: rows of a group's weight.
-        k_blocks: of a tile.
-        tiles: of all CTAs.
-        groups: products.
-        x_scale_token: elements from a token's scale to the next token's.
-        x_scale_k: elements from a quant block's scale to the next quant block's.
+        x_scales: pointer to scales of the activations, or None.
+        scales: pointer to scales of the weight, or None.
+        out: pointer to the result.
+        tokens: number of rows of activations.
+        n: number of rows of a group's weight.
+        k_blocks: number of K blocks of a tile.
+        tiles: number of tiles of all CTAs together.
+        groups: number of products, one for each group.
+        x_scale_token: elements between the scales of consecutive tokens.
+        x_scale_k: elements between the scales of consecutive quant blocks.
     """
 
     x_scales: Any
@@ -89,7 +89,7 @@ class Gemm(NamedTuple):
 
 @gluon.constexpr_function
 def packed_layout(warps, rows, quant):
-    """[warps, rows, 32] packed int32 as operands: warps, rows of eight, 4 threads a row."""
+    """Return the layout of [warps, rows, 32] packed int32 as operands: 4 threads to a row."""
     mine, of_row = ((1, 2, 4), (8, 16)) if quant == 128 else ((1, 8, 16), (2, 4))
     registers = [[0, 0, word] for word in mine]
     registers += [[0, 1 << bit, 0] for bit in range(3, rows.bit_length() - 1)]
@@ -149,7 +149,7 @@ def decode_scale(scale):
 
 @gluon.constexpr_function
 def packed_layout_2d(lines, warps, shared):
-    """[lines, 32] packed int32, sixteen lines a warp; all for every warp if ``shared``."""
+    """Return the layout of [lines, 32] packed int32: 16 lines a warp, or all if ``shared``."""
     each = [0 if shared else 16 << bit for bit in range(warps.bit_length() - 1)]
     registers = [[0, 1], [0, 2], [0, 4]]
     registers += [[1 << bit, 0] for bit in range(3, lines.bit_length() - 1) if 1 << bit not in each]
@@ -167,7 +167,7 @@ def decode_e4m3_2d(packed):
     return gl.reshape(gl.permute(value, (0, 2, 1, 3)), (LINES, _K_BLOCK))
 
 
-# The name changed after triton 3.6.
+# Renamed after Triton 3.6.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 

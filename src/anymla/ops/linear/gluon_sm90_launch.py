@@ -1,4 +1,4 @@
-"""Launch the GEMMs of ``gluon_sm90_gemm``: FP8 and bfloat16 weights, up to 128 tokens."""
+"""Launch of ``gluon_sm90_gemm``'s GEMMs: FP8 and bfloat16 weights, up to 128 tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from anymla.ops.linear.gluon_sm90_gemm import (
 )
 from anymla.ops.pdl import pdl_launch
 
-# Of shared memory that TMA fills, by bytes of an element where lines are rows.
+# Layouts of shared memory that TMA fills with blocks, and with rows by bytes of an element.
 _BLOCKED = NVMMASharedLayout(128, 32, rank=3)
 _ROWS = {size: NVMMASharedLayout(128, 8 * size, rank=2) for size in (1, 4)}
 
@@ -45,7 +45,7 @@ def fp8_block_linear(
     code_scales: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """See ``interface.fp8_block_linear``."""
+    """Backend of ``interface.fp8_block_linear`` on Hopper; see its contract."""
     assert quantize_activations
     rows = x.reshape(-1, x.shape[-1])
     tokens = len(rows)
@@ -65,7 +65,7 @@ def fp8_block_linear(
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear_float32``."""
+    """Backend of ``interface.linear_float32`` on Hopper; see its contract."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = bf16_gemm(rows, weight, choose_sm90_bf16_config(len(rows)), target_of(x.device).sm_count)
     return out.view(*x.shape[:-1], len(weight))
@@ -74,7 +74,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 def grouped_output_projection_fp8(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
-    """See ``interface.grouped_output_projection_fp8``."""
+    """Backend of ``interface.grouped_output_projection_fp8`` on Hopper; see its contract."""
     codes, scales = o.contiguous().view(torch.uint8), o_scale.contiguous()
     return _gemm(codes, scales, wo_a, wo_a_scale, OUT_DTYPES[out_dtype]).flatten(1)
 
@@ -87,7 +87,7 @@ def _gemm(
     out_dtype: torch.dtype,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """``launch_gemm`` with the config for the shape."""
+    """Call ``launch_gemm`` with the config for the shape."""
     (tokens, groups, k), target = x.shape, target_of(x.device)
     config = choose_sm90_config(GemmShape(tokens, w.shape[1], k, groups), target, quant_block)
     return launch_gemm(
@@ -105,22 +105,23 @@ def launch_gemm(
     sm_count: int,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """Multiply every group's activations by its weight.
+    """Multiply every group's activations by the group's weight.
 
     Args:
-        x: uint8 [T, G, K], contiguous e4m3 codes.
-        x_scales: float32 [T, G, K / b], b = quant_block; groups lie as if they were quant blocks.
-            Where tokens are next to each other, there is memory for as many as ``QuantizedRows``
-            has.
-        w: uint8 [G, N, K], contiguous codes.
-        scales: contiguous [G, ceil(N / b), K / b].
-        out_dtype: of the result.
-        config: kernel and tile.
-        sm_count: of the device.
-        quant_block: rows of the weight, and channels, that share a scale; 32 in "warp_split_k".
+        x: e4m3 codes of the activations, uint8 [T, G, K] contiguous.
+        x_scales: scales of the activations, float32 [T, G, K / b] with b = quant_block; groups
+            follow each other like quant blocks. If tokens are adjacent in memory, there must be
+            memory for as many tokens as ``QuantizedRows`` allocates.
+        w: codes of all groups' weights, uint8 [G, N, K] contiguous.
+        scales: scales of the weights, [G, ceil(N / b), K / b] contiguous.
+        out_dtype: dtype of the result.
+        config: kernel, tile and pipeline.
+        sm_count: number of SMs of the device.
+        quant_block: rows of the weight, and channels, that share a scale; 32 only in
+            "warp_split_k".
 
     Returns:
-        [T, G, N].
+        Products, [T, G, N] of ``out_dtype``.
     """
     tokens, groups, width = x.shape
     n, k_blocks = w.shape[1], width // FP8_BLOCK
@@ -149,7 +150,7 @@ def _multiplication(
     device: torch.device,
     quant_block: int,
 ) -> PreparedLaunch:
-    """Of kernels for FP8 weights, which have the same ``numbers``."""
+    """Prepare a launch of one of the kernels for FP8 weights, which take the same ``numbers``."""
     tiles, scale_stride = numbers[3], numbers[5]
     grid = (min(tiles, config.ctas_per_sm * sm_count),)
     constants = {"BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "STAGES": config.stages}
@@ -185,14 +186,14 @@ def _options(config: Sm90Config, device: torch.device) -> dict[str, Any]:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """X, where TMA can read it."""
+    """Return x, or a copy of it at an address that TMA can read."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _blocked_descriptor(
     x: Tensor, lines: int, k_blocks: int, box: int, warps: int
 ) -> TensorDescriptor:
-    """Packed int32 of ``k_blocks`` K blocks of ``lines`` lines; a box has a K block a warp."""
+    """Describe ``lines`` lines of K blocks as packed int32; a TMA box has one for each warp."""
     return TensorDescriptor(
         x.view(-1).view(torch.int32), [k_blocks, lines, 32], [32, k_blocks * 32, 1],
         [warps, box, 32], _BLOCKED,
@@ -202,7 +203,7 @@ def _blocked_descriptor(
 def _row_descriptor(
     x: Tensor, lines: int, k_blocks: int, box: int, kind: torch.dtype
 ) -> TensorDescriptor:
-    """Lines of ``kind``, of which a box has a K block of 128 bytes."""
+    """Describe lines of ``kind``; a TMA box is a K block of 128 bytes of ``box`` lines."""
     layout = _ROWS[kind.itemsize]
     of_block = FP8_BLOCK // kind.itemsize
     shape = [lines, k_blocks * of_block]

@@ -1,4 +1,4 @@
-"""Contracts of the linear layers, ``y = x @ weight^T`` of weights as stored, plain or by groups."""
+"""Contracts of the linear layers: ``y = x @ weight^T`` with stored weights, plain or by groups."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _packed_result(*, x: Tensor, weight: Tensor, **_: Any) -> tuple[Tensor]:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """View [..., K] as [T, K] for the check; anything else is left to it."""
+    """View [..., K] as [T, K] for ``check``; anything else is returned as it is."""
     return x.flatten(0, -2) if isinstance(x, Tensor) and x.ndim > 1 else x
 
 
@@ -68,15 +68,15 @@ def linear(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
     """Return ``x @ weight^T``.
 
     Args:
-        x: [..., K] floating point, at least 2-D.
-        weight: [N, K] of x's dtype.
+        x: activations, [..., K] floating point, at least 2-D.
+        weight: weight of x's dtype, [N, K].
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
+        Products [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
     """
     check("linear", x=(_as_rows(x), "T K", FLOATS), weight=(weight, "N K", FLOATS))
     if x.dtype != weight.dtype:
@@ -90,21 +90,21 @@ def _wide_result(*, x: Tensor, weight: Tensor) -> tuple[Tensor]:
 
 @operation(outputs=_wide_result)
 def linear_float32(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
-    """Return ``x @ weight^T`` in float32, whatever the operands are stored in.
+    """Return ``x @ weight^T`` in float32, for operands of any floating-point dtype.
 
-    For results that exponentials are taken of: compressor gates, logits. Products of 16-bit
-    operands are exact in float32, so nothing is rounded but the sums.
+    Meant for results that enter exponentials: compressor gates, logits. Products of 16-bit operands
+    are exact in float32, so only the sums round.
 
     Args:
-        x: [..., K] floating point, at least 2-D.
-        weight: [N, K] floating point.
+        x: activations, [..., K] floating point, at least 2-D.
+        weight: weight of any floating-point dtype, [N, K].
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [..., N] float32 (float64 if an operand is).
+        Products [..., N], float32 (float64 if an operand is).
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
     """
     check("linear_float32", x=(_as_rows(x), "T K", FLOATS), weight=(weight, "N K", FLOATS))
 
@@ -123,28 +123,30 @@ def fp8_block_linear(
 ) -> Tensor:
     """Multiply by an e4m3 weight with one scale for a square block of values.
 
-    The weight is decoded exactly. With ``quantize_activations`` x is first quantised in blocks of
-    channels to e4m3 with power-of-two scales (``formats.fp8_block.quantize_fp8_rows``); both
-    operands of the product are then exact, as in the FP8 kernels this stands for.
+    The weight is decoded exactly. With ``quantize_activations``, x is first quantised to e4m3 in
+    blocks of channels with power-of-two scales (``formats.fp8_block.quantize_fp8_rows``). Both
+    operands of the product are then exact, as in DeepSeek's FP8 kernels.
 
     Args:
-        x: [..., K] floating point, at least 2-D.
-        weight: uint8 e4m3 codes [N, K].
-        scale: [ceil(N/b), ceil(K/b)] with b = quant_block, uint8 (ue8m0) or float32.
-        quantize_activations: as the checkpoint's ``activation_scheme`` asks.
-        codes: x quantised by whoever made it (``formats.quantized_rows``), for those who would
-            quantise it again; x itself may then be anything.
-        code_scales: the scales of ``codes``.
-        quant_block: rows and columns of the weight, and channels of x, that share a scale: 128 in
-            DeepSeek-V4, 32 in V4.1. Codes come in blocks of 128 alone.
+        x: activations, [..., K] floating point, at least 2-D.
+        weight: e4m3 codes of the weight, uint8 [N, K].
+        scale: scales of the weight's blocks, uint8 (ue8m0) or float32 [ceil(N/b), ceil(K/b)], b =
+            quant_block.
+        quantize_activations: True to quantise x first, as the checkpoint's ``activation_scheme``
+            says.
+        codes: x as already quantised by its producer (``formats.quantized_rows``), so that it need
+            not be quantised again; the values of x are then ignored.
+        code_scales: scales that belong to ``codes``.
+        quant_block: number of rows and columns of the weight, and of channels of x, that share a
+            scale: 128 in DeepSeek-V4, 32 in V4.1. Must be 128 with ``codes``.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
+        Products [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device; codes of activations that are not to
-            be quantised.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or codes come without
+            quantize_activations.
 
     Source: DeepSeek-V4 inference/kernel.py (fp8_gemm, act_quant).
     """
@@ -177,18 +179,18 @@ def mxfp4_linear(
     """Multiply by an MXFP4 weight.
 
     Args:
-        x: [..., K] floating point, at least 2-D; K a multiple of 32.
-        weight: uint8 packed e2m1 [N, K/2], low nibble first.
-        scale: uint8 ue8m0 [N, K/32].
-        quantize_activations: quantise x to FP8 first, as DeepSeek-V4's FP4 experts do.
-        quant_block: channels of x that share a scale: 128 in DeepSeek-V4, 32 in V4.1.
+        x: activations, [..., K] floating point, at least 2-D; K a multiple of 32.
+        weight: packed e2m1 codes of the weight, uint8 [N, K/2], low nibble first.
+        scale: ue8m0 scales of 32 channels each, uint8 [N, K/32].
+        quantize_activations: True to quantise x to FP8 first, as DeepSeek-V4's FP4 experts do.
+        quant_block: number of channels of x that share a scale: 128 in DeepSeek-V4, 32 in V4.1.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
+        Products [..., N] of x's dtype; accumulated in float32 or wider, rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
 
     Source: DeepSeek-V4 inference/kernel.py (fp4_gemm); OCP MX specification 1.0.
     """
@@ -213,18 +215,18 @@ def nvfp4_linear(
     """Multiply by an NVFP4 weight; activations are not quantised.
 
     Args:
-        x: [..., K] floating point, at least 2-D; K a multiple of 16.
-        weight: uint8 packed e2m1 [N, K/2], low nibble first.
-        scale: uint8 e4m3 codes [N, K/16].
-        global_scale: float32 [1].
+        x: activations, [..., K] floating point, at least 2-D; K a multiple of 16.
+        weight: packed e2m1 codes of the weight, uint8 [N, K/2], low nibble first.
+        scale: e4m3 codes of the scales of 16 channels each, uint8 [N, K/16].
+        global_scale: factor of the whole weight, float32 [1].
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [..., N] of x's dtype; the weight is decoded in float32 or wider and the product taken
-        there, rounded once.
+        Products [..., N] of x's dtype; the weight is decoded, and products accumulate, in float32
+        or wider, and results are rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
 
     Source: NVIDIA's NVFP4 definition (e2m1, e4m3 scale for 16 values, float32 for the tensor).
     """
@@ -258,18 +260,19 @@ def grouped_output_projection(
     their natural order. R^-1 rotates a head's last rope_dim channels by minus the query's angle.
 
     Args:
-        o: [T, H, D] floating point, H a multiple of G.
-        positions: [T] int64, of the queries.
-        cos_sin_cache: [L, R] float32 (or float64), as in ``norm_rope.rope``; read clamped to L.
-        wo_a: [G, rank, H / G * D] of o's dtype.
+        o: heads of attention's output, [T, H, D] floating point, H a multiple of G.
+        positions: positions of the queries, [T] int64.
+        cos_sin_cache: rotary table as in ``norm_rope.rope``, [L, R] float32 (or float64); positions
+            are clamped to it.
+        wo_a: weights of the groups, [G, rank, H / G * D] of o's dtype.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, G * rank] of o's dtype. The rotated heads are rounded once to o's dtype; products
-        accumulate in float32 or wider and are rounded once.
+        Projections [T, G * rank] of o's dtype. The rotated heads are rounded once to o's dtype;
+        products accumulate in float32 or wider and are rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device; H is no multiple of G.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or H is not a multiple of G.
 
     Source: DeepSeek-V4 inference/model.py, which decodes an FP8 wo_a to bfloat16 for this product.
     """
@@ -308,21 +311,22 @@ def inverse_rope_fp8_quant(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the heads back and quantise them to FP8 in blocks of 128 channels.
 
-    The rotation stays in float32; there is no rounding between it and the quantiser. A block's
-    scale is ``2^ceil(log2(max(amax, 1e-10) / 448))``.
+    The rotation is float32, without rounding before the quantiser. A block's scale is
+    ``2^ceil(log2(max(amax, 1e-10) / 448))``.
 
     Args:
-        o: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
-        positions: [T] int64, of the queries.
-        cos_sin_cache: [L, R] float32 (or float64), as in ``norm_rope.rope``; read clamped to L.
-        n_groups: G.
+        o: heads, [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
+        positions: positions of the queries, [T] int64.
+        cos_sin_cache: rotary table as in ``norm_rope.rope``, [L, R] float32 (or float64); positions
+            are clamped to it.
+        n_groups: number of groups G that share the heads.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
+        Codes float8_e4m3fn [T, G, H / G * D], and scales float32 [T, G, H / G * D / 128].
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
 
     Source: contract of vLLM's fused_inv_rope_fp8_quant.
     """
@@ -354,23 +358,24 @@ def grouped_output_projection_fp8(
     out_dtype: str = "bf16",
     backend: str | None = None,
 ) -> Tensor:
-    """Project every group from FP8 heads with an FP8 weight.
+    """Project every group of FP8 heads with the group's FP8 weight.
 
     ``z[t, g, r] = sum over j of (o * o_scale)[t, g, j] * (wo_a * wo_a_scale)[g, r, j]``.
 
     Args:
-        o: float8_e4m3fn [T, G, J], from ``inverse_rope_fp8_quant``.
-        o_scale: float32 [T, G, J / 128].
-        wo_a: uint8 e4m3 codes [G, rank, J], rank and J multiples of 128.
-        wo_a_scale: [G, rank / 128, J / 128], uint8 (ue8m0) or float32.
-        out_dtype: "bf16", "fp32" or "fp64".
+        o: codes of the heads from ``inverse_rope_fp8_quant``, float8_e4m3fn [T, G, J].
+        o_scale: scales of 128 channels each, float32 [T, G, J / 128].
+        wo_a: e4m3 codes of the weights, uint8 [G, rank, J], rank and J multiples of 128.
+        wo_a_scale: scales of the weights' blocks, uint8 (ue8m0) or float32 [G, rank / 128, J /
+            128].
+        out_dtype: name of the result's dtype, "bf16", "fp32" or "fp64".
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, G * rank]; accumulated in float32 or wider, rounded once.
+        Projections [T, G * rank]; accumulated in float32 or wider, rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
     """
     name = "grouped_output_projection_fp8"
     dims = check(

@@ -1,4 +1,4 @@
-"""Products of few tokens with plain weights on a CPU, a token at a time."""
+"""Products of plain weights with few tokens on a CPU, one token at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from anymla.ops._numba_rows import (
 
 
 def linear(x, weight):
-    """See ``interface.linear``."""
+    """Backend of ``interface.linear`` in numba; see its contract."""
     rows, width = weight.shape
     out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
     x, weight = x.contiguous(), weight.contiguous()
@@ -41,7 +41,7 @@ def _linear(x, weight, out, tokens, rows, width):
 
 
 def linear_float32(x, weight):
-    """See ``interface.linear_float32``."""
+    """Backend of ``interface.linear_float32`` in numba; see its contract."""
     rows, width = weight.shape
     out = torch.empty((*x.shape[:-1], rows), dtype=torch.float32)
     x, weight = x.contiguous(), weight.contiguous()
@@ -65,7 +65,7 @@ def _linear_float32(x, weight, out, tokens, rows, width, is_bf16):
 
 
 def grouped_output_projection(o, positions, cos_sin_cache, wo_a):
-    """See ``interface.grouped_output_projection``."""
+    """Backend of ``interface.grouped_output_projection`` in numba; see its contract."""
     (tokens, heads, dim), (groups, rank, _) = o.shape, wo_a.shape
     out = torch.empty((tokens, groups * rank), dtype=o.dtype)
     o, positions, wo_a = o.contiguous(), positions.contiguous(), wo_a.contiguous()

@@ -1,4 +1,4 @@
-"""Linear layers of few tokens on a CPU, packed weights decoded in registers as they are read."""
+"""Linear layers for few tokens on a CPU; packed weights are decoded in registers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fp8_block_linear(
     code_scales: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """See ``interface.fp8_block_linear``."""
+    """Backend of ``interface.fp8_block_linear`` in numba; see its contract."""
     coded = None
     if codes is not None and code_scales is not None:
         coded = QuantizedRows(codes, code_scales)
@@ -34,5 +34,5 @@ def mxfp4_linear(
     quantize_activations: bool = False,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """See ``interface.mxfp4_linear``."""
+    """Backend of ``interface.mxfp4_linear`` in numba; see its contract."""
     return packed_gemm(x, weight, scale, fp8=False, quantize=quantize_activations)

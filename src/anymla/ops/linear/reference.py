@@ -1,4 +1,4 @@
-"""The mathematics of the linear layers and of attention's output projection."""
+"""Reference of the linear layers and of attention's output projection, in plain torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from anymla.ops.linear.config import OUT_DTYPES
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight^T."""
+    """Return ``x @ weight^T``; see ``interface.linear``."""
     wide = wide_dtype(x.dtype)
     return (x.to(wide) @ weight.to(wide).T).to(x.dtype)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight^T, in float32 or wider."""
+    """Return ``x @ weight^T`` in float32 or wider; see ``interface.linear_float32``."""
     wide = wide_dtype(x.dtype, weight.dtype)
     return x.to(wide) @ weight.to(wide).T
 
@@ -41,7 +41,7 @@ def fp8_block_linear(
     code_scales: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """Return x (codes * scale)^T."""
+    """Return ``x @ (codes * scale)^T``; see ``interface.fp8_block_linear``."""
     dense = dequantize_fp8_weight(weight, scale, wide_dtype(x.dtype), quant_block)
     if codes is None or code_scales is None:
         return _product(x, dense, quantize_activations, quant_block)
@@ -57,20 +57,20 @@ def mxfp4_linear(
     quantize_activations: bool = False,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """Return x (codes * scale)^T."""
+    """Return ``x @ (codes * scale)^T``; see ``interface.mxfp4_linear``."""
     dense = dequantize_mxfp4(weight, scale, wide_dtype(x.dtype))
     return _product(x, dense, quantize_activations, quant_block)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return x (codes * block scale * global scale)^T."""
+    """Return ``x @ (codes * block scale * global scale)^T``; see ``interface.nvfp4_linear``."""
     return _product(x, dequantize_nvfp4(weight, scale, global_scale, wide_dtype(x.dtype)), False)
 
 
 def grouped_output_projection(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
 ) -> Tensor:
-    """See ``interface.grouped_output_projection``."""
+    """Reference of ``interface.grouped_output_projection``; see its contract."""
     wide = wide_dtype(o.dtype)
     rotated = rope(o, positions, cos_sin_cache, inverse=True)
     groups = rotated.to(wide).reshape(len(o), len(wo_a), wo_a.shape[2])
@@ -80,7 +80,7 @@ def grouped_output_projection(
 def grouped_output_projection_fp8(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
-    """See ``interface.grouped_output_projection_fp8``."""
+    """Reference of ``interface.grouped_output_projection_fp8``; see its contract."""
     dtype = OUT_DTYPES[out_dtype]
     wide = wide_dtype(dtype)
     heads = dequantize_fp8_rows(o.view(torch.uint8), o_scale, wide)

@@ -1,4 +1,4 @@
-"""Named shapes of linear layers: products of V4 and V4.1, also as GPUs share them, and steps."""
+"""Named shapes of V4's and V4.1's linear layers, on one and on several GPUs, and token numbers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ProductShape:
-    """Products of one call, each [tokens, k] by [n, k]^T.
+    """Weight of one linear layer or grouped projection: each product is [tokens, k] by [n, k]^T.
 
     Attributes:
-        name: of the weight.
-        n: rows of a group's weight.
-        k: channels.
-        groups: of heads, a product each; 0 for a linear layer.
+        name: name of the weight in the model.
+        n: number of rows of a group's weight.
+        k: number of channels.
+        groups: number of groups of heads, each with a product; 0 for a linear layer.
     """
 
     name: str
@@ -23,12 +23,12 @@ class ProductShape:
 
     @property
     def rows(self) -> int:
-        """Of the weights of all groups."""
+        """Number of rows of all groups' weights together."""
         return max(1, self.groups) * self.n
 
     @property
     def elements(self) -> int:
-        """Likewise."""
+        """Number of elements of all groups' weights together."""
         return self.rows * self.k
 
     def __str__(self) -> str:
@@ -37,18 +37,18 @@ class ProductShape:
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a model's layers.
+    """Sizes of one model's layers, from which its products follow.
 
     Attributes:
         hidden: channels of the hidden state.
-        q_rank: of the query latent.
-        heads: query heads.
-        groups: of heads, in the output projection.
+        q_rank: channels of the query latent.
+        heads: number of query heads.
+        groups: number of groups of heads in the output projection.
         inner: inner size of the shared expert.
-        head_dim: channels of a head.
-        o_rank: rows of a group of the output projection.
-        index_heads: heads of the indexer.
-        index_dim: their channels.
+        head_dim: number of channels of a head.
+        o_rank: rows of a group's weight in the output projection.
+        index_heads: number of heads of the indexer.
+        index_dim: number of channels of an index head.
         quant_block: rows and channels of an FP8 weight that share a scale.
     """
 
@@ -64,7 +64,7 @@ class LayerShape:
     quant_block: int = 128
 
     def products(self, ranks: int = 1) -> tuple[ProductShape, ...]:
-        """The FP8 products of every layer, in its order, as one of so many GPUs has them."""
+        """List the FP8 products of a layer on one of ``ranks`` GPUs, in execution order."""
         inner, output = self.inner // ranks, self.output_projection(ranks)
         return (
             ProductShape("wq_a, wkv", self.q_rank + self.head_dim, self.hidden),
@@ -76,23 +76,23 @@ class LayerShape:
         )
 
     def output_projection(self, ranks: int = 1) -> ProductShape:
-        """Of groups of heads."""
+        """Return the grouped output projection of one of ``ranks`` GPUs."""
         channels = self.heads // self.groups * self.head_dim
         return ProductShape("wo_a", self.o_rank, channels, self.groups // ranks)
 
     @property
     def index_query(self) -> ProductShape:
-        """The FP8 product of an indexer."""
+        """Return the FP8 product that makes an indexer's queries."""
         return ProductShape("indexer wq_b", self.index_heads * self.index_dim, self.q_rank)
 
     @property
     def draft(self) -> ProductShape:
-        """The FP8 products of an MTP layer's two inputs."""
+        """Return the FP8 product of an MTP layer's two inputs."""
         return ProductShape("e_proj, h_proj", self.hidden, self.hidden)
 
     @property
     def compressors(self) -> tuple[ProductShape, ProductShape]:
-        """The bfloat16 products of layers of ratio 4, with the indexer's, and 128."""
+        """Return the bfloat16 products of compressors: ratio 4 with the indexer's, ratio 128."""
         with_indexer = 4 * self.head_dim + 4 * self.index_dim + self.index_heads
         return (
             ProductShape("compressors", with_indexer, self.hidden),
@@ -105,13 +105,13 @@ V4_PRO = LayerShape(hidden=7168, q_rank=1536, heads=128, groups=16, inner=3072)
 V41_FLASH = LayerShape(
     hidden=5120, q_rank=1280, heads=64, groups=8, inner=2304, index_heads=32, quant_block=32
 )
-# Keys and value of V4.1's n-grams, from 24 rows of 256 channels.
+# Projection to V4.1's n-gram keys and values, from 24 rows of 256 channels.
 V41_NGRAMS = ProductShape("engram wkv", 5 * V41_FLASH.hidden, 24 * 256)
 MODELS = {"flash": V4_FLASH, "pro": V4_PRO}
 V41_MODELS = {"flash-41": V41_FLASH}
-# No whole blocks of rows or channels.
+# A shape without whole blocks of rows or channels.
 ODD = ProductShape("odd", 1000, 1120)
-# GPUs that share a model.
+# Numbers of GPUs that share a model.
 RANKS = (1, 2, 4, 8)
-# Tokens of a step, on both sides of every threshold of ``config``; the last are a long prefill.
+# Token numbers on both sides of every threshold of ``config``; the last are a long prefill.
 TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513, 4096, 32_768)

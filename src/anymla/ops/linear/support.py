@@ -1,4 +1,4 @@
-"""Calls that each backend of the linear layers takes; nothing is launched."""
+"""Support checks of each backend of the linear layers; nothing is launched."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gluon_support(
     code_scales: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
 ) -> Support:
-    """``supports`` of ``fp8_block_linear`` by Hopper's kernels."""
+    """Return support of Hopper's ``fp8_block_linear``: few tokens, quantised activations."""
     support = triton_support(x)
     if not support:
         return support
@@ -65,14 +65,14 @@ def gluon_support(
 def gluon_grouped_support(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Support:
-    """``supports`` of ``grouped_output_projection_fp8`` by Hopper's kernels."""
+    """Return support of Hopper's ``grouped_output_projection_fp8``: few tokens."""
     if out_dtype == "fp64":
         return _NO_FLOAT64
     return _gluon_gemm_support(len(o), wo_a, wo_a_scale, out_dtype == "fp32")
 
 
 def _gluon_gemm_support(tokens: int, weight: Tensor, scale: Tensor, exact: bool) -> Support:
-    """Of codes by weights [..., N, K]; ``exact``: products must not be rounded."""
+    """Return support of codes by weights [..., N, K]; ``exact``: products must not round."""
     rows, width = weight.shape[-2:]
     if not runs_gluon(weight.device):
         return _NO_SM90
@@ -91,7 +91,7 @@ def _gluon_gemm_support(tokens: int, weight: Tensor, scale: Tensor, exact: bool)
 
 
 def gluon_bf16_support(x: Tensor, weight: Tensor) -> Support:
-    """``supports`` of ``linear_float32`` by Hopper's kernels."""
+    """Return support of Hopper's ``linear_float32``: bfloat16 operands, few tokens."""
     support = triton_support(x)
     if not support:
         return support
@@ -107,20 +107,20 @@ def gluon_bf16_support(x: Tensor, weight: Tensor) -> Support:
         return Support(False, f"whole tiles of rows and blocks of channels, got {rows, width}")
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return Support(False, "weights that are not contiguous at a multiple of 16 bytes")
-    # Tiles are of 8 and of 32 tokens; one of 32 that is not full takes longer than the vendor's.
+    # Tiles have 8 or 32 tokens; a tile of 32 that is not full is slower than the vendor's kernel.
     full = tokens <= BF16_SMALL_BLOCK_M or tokens == MAX_EXACT_TOKENS
     return Support(True, automatic=full and rows <= MAX_BF16_ROWS)
 
 
 def vendor_plain_support(x: Tensor, weight: Tensor) -> Support:
-    """``supports`` of plain products by the vendor's library."""
+    """Return support of plain products by the vendor's library."""
     if x.device.type in ("cuda", "xpu"):
         return Support(True)
     return Support(False, f"the vendor's library multiplies on cuda and xpu, got {x.device.type}")
 
 
 def triton_inverse_rope_support(o: Tensor, *args: object, **kwargs: object) -> Support:
-    """``supports`` of what rotates heads back: channels in whole pairs, which lie in one tile."""
+    """Return support of Triton's inverse RoPE: whole pairs of channels, all in one tile."""
     if o.shape[2] % 2:
         return Support(False, f"heads of an even number of channels, got {o.shape[2]}")
     return float32_support(o, *args, **kwargs)
@@ -129,7 +129,7 @@ def triton_inverse_rope_support(o: Tensor, *args: object, **kwargs: object) -> S
 def vendor_projection_support(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
 ) -> Support:
-    """``supports`` of ``grouped_output_projection``, whose heads Triton rotates first."""
+    """Return support of the vendor's ``grouped_output_projection``; Triton rotates the heads."""
     support = vendor_plain_support(o, wo_a)
     return support and triton_inverse_rope_support(o, positions, cos_sin_cache, wo_a)
 
@@ -143,7 +143,7 @@ def vendor_support(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Support:
-    """``supports`` of ``fp8_block_linear`` by cuBLAS."""
+    """Return support of cuBLAS's ``fp8_block_linear``: quantised activations, many tokens."""
     support = _scaled_mm_support(x, *weight.shape)
     if not support:
         return support
@@ -156,7 +156,7 @@ def vendor_support(
 
 
 def numba_support(x: Tensor, weight: Tensor, scale: Tensor, **_: object) -> Support:
-    """``supports`` of packed weights by numba, on a CPU."""
+    """Return support of numba's products with packed weights, on a CPU."""
     problem = numba_problem()
     if problem:
         return Support(False, problem)
@@ -172,7 +172,7 @@ def numba_support(x: Tensor, weight: Tensor, scale: Tensor, **_: object) -> Supp
 
 
 def numba_plain_support(x: Tensor, weight: Tensor) -> Support:
-    """``supports`` of products with plain weights by numba, on a CPU."""
+    """Return support of numba's products with plain weights, on a CPU."""
     wide = weight.dtype == torch.float32
     tokens = x.numel() // max(1, x.shape[-1])
     support = few_tokens_support(tokens, (x, None if wide else weight), (weight,) if wide else ())
@@ -182,7 +182,7 @@ def numba_plain_support(x: Tensor, weight: Tensor) -> Support:
 def numba_grouped_support(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
 ) -> Support:
-    """``supports`` of ``grouped_output_projection`` by numba, on a CPU."""
+    """Return support of numba's ``grouped_output_projection``, on a CPU."""
     support = few_tokens_support(len(o), (o, wo_a), (cos_sin_cache,))
     return support and Support(True, automatic=wo_a.numel() <= FEW_ELEMENTS)
 
@@ -190,7 +190,7 @@ def numba_grouped_support(
 def vendor_grouped_support(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Support:
-    """``supports`` of ``grouped_output_projection_fp8`` by cuBLAS."""
+    """Return support of cuBLAS's ``grouped_output_projection_fp8``: many tokens."""
     if out_dtype != "bf16":
         return Support(False, f"results in bf16 only, got {out_dtype}")
     support = _scaled_mm_support(o, *wo_a.shape[1:])
@@ -198,8 +198,8 @@ def vendor_grouped_support(
 
 
 def _scaled_mm_support(x: Tensor, rows: int, width: int) -> Support:
-    """Of codes by a weight with scales of 128 x 128 blocks."""
-    support = triton_support(x)  # quantises
+    """Return support of codes by a weight with a scale for 128 x 128 values."""
+    support = triton_support(x)  # Triton quantises
     if not support:
         return support
     if x.device.type != "cuda" or torch.version.hip or target_of(x.device).name != "sm_90":
@@ -215,7 +215,7 @@ def _scaled_mm_support(x: Tensor, rows: int, width: int) -> Support:
 def triton_grouped_support(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Support:
-    """``supports`` of ``grouped_output_projection_fp8`` by Triton's kernels."""
+    """Return support of Triton's ``grouped_output_projection_fp8``."""
     if out_dtype == "fp64":
         return _NO_FLOAT64
     return float32_support(o, o_scale, wo_a, wo_a_scale)

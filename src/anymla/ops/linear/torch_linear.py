@@ -1,4 +1,4 @@
-"""Linear layers in torch: the weight is decoded in blocks of rows, each multiplied at once.
+"""Linear layers in torch: weights are decoded in blocks of rows, and each block is multiplied.
 
 The output projection is one batched product over the groups.
 """
@@ -16,12 +16,12 @@ from anymla.ops.linear.config import OUT_DTYPES
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear``."""
+    """Backend of ``interface.linear`` in torch; see its contract."""
     return _gemm.gemm(x, weight)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear_float32``."""
+    """Backend of ``interface.linear_float32`` in torch; see its contract."""
     narrow = x.dtype == weight.dtype and x.dtype.itemsize == 2
     if narrow and x.is_cuda and torch.version.hip is None:
         rows = x.reshape(-1, x.shape[-1])
@@ -41,7 +41,7 @@ def fp8_block_linear(
     code_scales: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """See ``interface.fp8_block_linear``."""
+    """Backend of ``interface.fp8_block_linear`` in torch; see its contract."""
     coded = None
     if codes is not None and code_scales is not None:
         coded = QuantizedRows(codes, code_scales)
@@ -58,19 +58,19 @@ def mxfp4_linear(
     quantize_activations: bool = False,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """See ``interface.mxfp4_linear``."""
+    """Backend of ``interface.mxfp4_linear`` in torch; see its contract."""
     return _gemm.mxfp4_gemm(x, weight, scale, quantize=quantize_activations, block=quant_block)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """See ``interface.nvfp4_linear``."""
+    """Backend of ``interface.nvfp4_linear`` in torch; see its contract."""
     return _gemm.nvfp4_gemm(x, weight, scale, global_scale)
 
 
 def grouped_output_projection(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
 ) -> Tensor:
-    """See ``interface.grouped_output_projection``."""
+    """Backend of ``interface.grouped_output_projection`` in torch; see its contract."""
     rotated = rope(o, positions, cos_sin_cache, inverse=True)
     return _by_group(rotated.view(o.shape[0], wo_a.shape[0], wo_a.shape[2]), wo_a)
 
@@ -78,9 +78,10 @@ def grouped_output_projection(
 def grouped_output_projection_fp8(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
-    """See ``interface.grouped_output_projection_fp8``."""
+    """Backend of ``interface.grouped_output_projection_fp8`` in torch; see its contract."""
     dtype = OUT_DTYPES[out_dtype]
-    # Powers of two keep both operands exact in bfloat16; float32 scales need float32 products.
+    # Power-of-two scales keep both operands exact in bfloat16; float32 scales need float32
+    # products.
     exact = wo_a_scale.dtype == torch.uint8 and o.device.type == "cpu" and out_dtype == "bf16"
     operand = torch.bfloat16 if exact else torch.promote_types(dtype, torch.float32)
     heads = dequantize_fp8_rows(o.view(torch.uint8), o_scale, operand)

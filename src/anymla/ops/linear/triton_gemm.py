@@ -1,4 +1,4 @@
-"""GEMM with a weight as stored, decoded inside the kernel (``_triton_gemm``), and split-K.
+"""GEMM in Triton with a stored weight that is decoded in the kernel, and split-K's reduction.
 
 gemm_kernel              x [tokens, K]  .  w [group][N, K]^T  ->  y [tokens, group, N]
                          grid: (blocks of weight rows, blocks of tokens, groups x splits of K)

@@ -1,4 +1,4 @@
-"""GEMM with a packed weight for few tokens, swap-AB: the weight's rows are the instruction's.
+"""GEMM in Triton with a packed weight for few tokens; swap-AB: weight rows are instruction rows.
 
 Grid: (blocks of weight rows, blocks of tokens, groups x splits of K); see
 ``_triton_gemm.gemm_tile_swap_ab``.

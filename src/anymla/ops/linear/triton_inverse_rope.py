@@ -1,8 +1,8 @@
-"""Inverse RoPE of heads, rounded for a 16-bit GEMM; ``_triton_epilogue`` is the one that quantises.
+"""Inverse RoPE of heads for a 16-bit GEMM; ``_triton_epilogue`` has the one that quantises.
 
-A head of D channels is ceil(D/128) blocks. Grid: groups of BLOCKS blocks.
+A head of D channels has ceil(D/128) blocks. Grid: groups of BLOCKS blocks.
 
-    BLOCKS x 128 of o [T, H, D] -> R^-1 -> the same place
+    BLOCKS x 128 of o [T, H, D] -> R^-1 -> the same place of the result
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Blocks of a CTA: 16 values a thread, or 4 for latency.
+# Blocks of a CTA: 16 values a thread, or 4 for low latency.
 _BLOCKS, _FEW_BLOCKS = 16, 4
-# Up to here there are too few heads for more than that to be worth it.
+# Number of heads up to which a CTA has _FEW_BLOCKS of them.
 _FEW_HEADS = 1024
 
 
@@ -65,7 +65,7 @@ def inverse_rope_kernel(
 
 
 def inverse_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """Heads [T, H, D] rotated back by their tokens' positions, of o's dtype, in scratch memory."""
+    """Return heads [T, H, D] rotated back by their tokens' positions, in scratch memory."""
     tokens, heads, d = o.shape
     out = scratch(tuple(o.shape), o.dtype, o.device)
     blocks = tokens * heads * triton.cdiv(d, FP8_BLOCK)

@@ -1,8 +1,8 @@
-"""Launch Triton's GEMMs: linear layers of packed weights, and the grouped output projection.
+"""Launch of Triton's GEMMs: linear layers with packed weights, grouped output projection.
 
-With few tokens there are few tiles, so K is split too; every split leaves float32 sums, which a
-second kernel adds in the order of the splits. float32 scales of either operand are factors of
-sums, so that both products of codes stay exact.
+Few tokens make few tiles, so K is split too; every split stores float32 sums, which a second kernel
+adds in the order of the splits. float32 scales of either operand multiply sums, so products of
+codes stay exact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fp8_block_linear(
     code_scales: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """See ``interface.fp8_block_linear``."""
+    """Backend of ``interface.fp8_block_linear`` in Triton; see its contract."""
     coded = None
     if codes is not None and code_scales is not None:
         coded = QuantizedRows(codes, code_scales)
@@ -55,19 +55,19 @@ def mxfp4_linear(
     quantize_activations: bool = False,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """See ``interface.mxfp4_linear``."""
+    """Backend of ``interface.mxfp4_linear`` in Triton; see its contract."""
     return _linear(x, weight, scale, "mxfp4", quantize=quantize_activations, block=quant_block)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """See ``interface.nvfp4_linear``."""
+    """Backend of ``interface.nvfp4_linear`` in Triton; see its contract."""
     return _linear(x, weight, scale, "nvfp4", quantize=False, factor=global_scale)
 
 
 def grouped_output_projection(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
 ) -> Tensor:
-    """See ``interface.grouped_output_projection``."""
+    """Backend of ``interface.grouped_output_projection`` in Triton; see its contract."""
     groups, _, width = wo_a.shape
     rotated = inverse_rope(o, positions, cos_sin_cache).view(len(o), groups, width)
     w = wo_a.contiguous()
@@ -79,7 +79,7 @@ def grouped_output_projection(
 def grouped_output_projection_fp8(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
-    """See ``interface.grouped_output_projection_fp8``."""
+    """Backend of ``interface.grouped_output_projection_fp8`` in Triton; see its contract."""
     w, scales = wo_a.contiguous(), wo_a_scale.contiguous()
     config = _config(o, w, scales, "fp8", quantized=True, x_dtype=torch.bfloat16)
     out = launch_gemm(
@@ -145,9 +145,9 @@ def _config(
     x_dtype: torch.dtype,
     block: int = FP8_BLOCK,
 ) -> TritonConfig:
-    """The config of x [T, G, K] by w [G, N, bytes of a row]."""
+    """Choose the config of x [T, G, K] by w [G, N, bytes of a row]."""
     tokens, groups, k = x.shape
-    # An int32 of four scales lies at a multiple of four in every group and row.
+    # If the first int32 of four scales is aligned, so are those of every group and row.
     aligned = w.data_ptr() % 16 == 0 and (scales is None or scales.data_ptr() % 4 == 0)
     return choose_triton_config(
         GemmShape(tokens, w.shape[1], k, groups),
@@ -173,22 +173,23 @@ def launch_gemm(
     factor: Tensor | None = None,
     block: int = FP8_BLOCK,
 ) -> Tensor:
-    """Multiply every group's activations by its weight.
+    """Multiply every group's activations by the group's weight.
 
     Args:
-        x: contiguous [T, G, K]: floating point, e4m3 codes as uint8 (with x_scales), or operands
-            of ``operand_rows`` (swap_ab of "mxfp4").
-        x_scales: float32 [T, G, ceil(K/block)] or None.
-        w: contiguous [G, N, bytes of a row].
-        scales: contiguous [G, ...]; None for "plain".
-        config: kernel, tile and splits.
-        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
-        out_dtype: of the result.
-        factor: float32 [1] that every result is multiplied with, or None; not with swap_ab.
-        block: rows and columns of an FP8 weight, and channels of activations, that share a scale.
+        x: activations, contiguous [T, G, K]: floating point, e4m3 codes as uint8 (with x_scales),
+            or operands of ``operand_rows`` (swap_ab with "mxfp4").
+        x_scales: scales of the activations, float32 [T, G, ceil(K/block)]; None if not quantised.
+        w: weights of all groups, contiguous [G, N, bytes of a row].
+        scales: scales of the weights, contiguous [G, ...]; None for "plain".
+        config: kernel, tile and K splits.
+        weight_format: format of the weight, "plain", "fp8", "mxfp4" or "nvfp4".
+        out_dtype: dtype of the result.
+        factor: number that multiplies every result, float32 [1], or None; not with swap_ab.
+        block: number of rows and columns of an FP8 weight, and of channels of activations, that
+            share a scale.
 
     Returns:
-        [T, G, N].
+        Products, [T, G, N] of ``out_dtype``.
     """
     (tokens, groups, k), n = x.shape, w.shape[1]
     out = torch.empty((tokens, groups, n), dtype=out_dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""GEMMs of the vendor's library, cuBLAS, through torch.
+"""GEMMs by the vendor's library, cuBLAS, through torch.
 
-On Hopper it takes DeepSeek's blocks of scales. From some tens of tokens on it is the faster one
-(``config``); below, reading the weight is what takes the time, and a kernel that splits K is.
+On Hopper, cuBLAS takes DeepSeek's blocks of scales. From some tens of tokens on it is fastest
+(``config``); with fewer, reading the weight dominates, and a kernel that splits K is faster.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from anymla.ops.linear.config import VENDOR_TOKEN_STEP
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear``."""
+    """Backend of ``interface.linear`` by the vendor's library; see its contract."""
     return functional.linear(x, weight)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """See ``interface.linear_float32``."""
+    """Backend of ``interface.linear_float32`` by the vendor's library; see its contract."""
     return torch_linear.linear_float32(x, weight)
 
 
@@ -38,7 +38,7 @@ def fp8_block_linear(
     code_scales: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
 ) -> Tensor:
-    """See ``interface.fp8_block_linear``."""
+    """Backend of ``interface.fp8_block_linear`` in cuBLAS; see its contract."""
     from anymla.ops._triton_quantize import quantize_rows_mn_major
 
     rows = x.reshape(-1, x.shape[-1])
@@ -53,7 +53,7 @@ def fp8_block_linear(
 def grouped_output_projection(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
 ) -> Tensor:
-    """See ``interface.grouped_output_projection``: a batched GEMM, written without a copy."""
+    """Backend of ``interface.grouped_output_projection``: a batched GEMM without a copy."""
     from anymla.ops.linear.triton_inverse_rope import inverse_rope
 
     tokens, (groups, rank, width) = len(o), wo_a.shape
@@ -67,9 +67,9 @@ def grouped_output_projection(
 def grouped_output_projection_fp8(
     o: Tensor, o_scale: Tensor, wo_a: Tensor, wo_a_scale: Tensor, *, out_dtype: str = "bf16"
 ) -> Tensor:
-    """See ``interface.grouped_output_projection_fp8``.
+    """Backend of ``interface.grouped_output_projection_fp8`` in cuBLAS; see its contract.
 
-    A GEMM a group; tokens beyond a multiple of VENDOR_TOKEN_STEP are Triton's.
+    Each group is one GEMM; tokens beyond a multiple of VENDOR_TOKEN_STEP are left to Triton.
     """
     from anymla.ops.linear import triton_launch
 
@@ -91,16 +91,16 @@ def grouped_output_projection_fp8(
 
 
 def _scaled_mm(codes: Tensor, x_scales: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply e4m3 activations and weights with their scales.
+    """Multiply e4m3 activations by e4m3 weights, with the scales of both.
 
     Args:
-        codes: [T, K] float8_e4m3fn, rows anywhere; T a multiple of 4.
-        x_scales: float32 [T, K / 128], T last in memory.
-        weight: uint8 codes [N, K].
-        scale: uint8 or float32 [N / 128, K / 128].
+        codes: activations with any row stride, [T, K] float8_e4m3fn; T a multiple of 4.
+        x_scales: scales of the activations, float32 [T, K / 128], T innermost in memory.
+        weight: e4m3 codes of the weight, uint8 [N, K].
+        scale: scales of the weight's blocks, uint8 (ue8m0) or float32 [N / 128, K / 128].
 
     Returns:
-        bfloat16 [T, N].
+        Products of all tokens, [T, N] bfloat16.
     """
     kinds: Any = functional
     factors = decode_ue8m0(scale, torch.float32) if scale.dtype == torch.uint8 else scale

@@ -1,16 +1,16 @@
-"""Every choice of the experts' and routers' kernels, as pure functions of shapes and the target.
+"""Choices of backend and tile for the experts and routers: pure functions of shapes and target.
 
-The experts are two grouped GEMMs, of w1 and w3 together and of w2, whose rows are (token, expert)
-pairs grouped by expert in blocks of ``block_m``:
+The experts are two grouped GEMMs, one of w1 and w3 together and one of w2. Their rows are (token,
+expert) pairs, grouped by expert in blocks of ``block_m``:
 
-- "gluon_sm90" (``choose_sm90_config``): MXFP4 weights and quantised activations, few pairs an
-  expert; persistent CTAs load the weights without a gap between work tiles.
-- "gluon_sm90_w4a8" (``choose_w4a8_config``): the same with more pairs an expert; weights are
-  operands of the FP8 instruction, scales included.
-- "triton" (``choose_config``): with ``swap_ab`` rows of the weight are rows of the matrix
-  instruction, and it goes from memory into registers without masks; else any format and size.
+- "gluon_sm90" (``choose_sm90_config``): MXFP4 weights, quantised activations, few pairs an expert;
+  persistent CTAs load weights without a pause between work tiles.
+- "gluon_sm90_w4a8" (``choose_w4a8_config``): the same with more pairs an expert; decoded and scaled
+  weights are operands of the FP8 instruction.
+- "triton" (``choose_config``): all other formats and sizes. With ``swap_ab``, the weight's rows are
+  rows of the matrix instruction, and weights go from memory into registers without masks.
 
-Thresholds were measured on an H200; docs/performance/experts.md has the rows named beside them.
+Thresholds were measured on an H200 with the shapes beside them; see docs/performance/experts.md.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from anymla.ops.registry import Support
 
 _SHARED = TARGETS["sm_90"].shared_bytes
 _SHARED_OF_SM = _SHARED + 1024
-_RESERVED = 1024  # of a CTA
+_RESERVED = 1024  # bytes that every CTA reserves
 
 
 @dataclasses.dataclass(frozen=True)
 class Sm90Config:
-    """Tile and pipeline of one grouped GEMM.
+    """Tile shape and pipeline of one grouped GEMM on Hopper.
 
     Attributes:
-        block_m: pairs of a block.
-        block_n: rows of the weight, 16 a warp.
-        block_k: channels of a stage.
-        stages: of the ring.
-        ctas_per_sm: resident at a time.
-        in_flight: products in flight while those before are added up.
-        quantize_batch: of w2's input, K blocks of 128 channels of a row that are loaded at once.
+        block_m: number of pairs in a block.
+        block_n: rows of the weight in a tile, 16 for each warp.
+        block_k: channels of a pipeline stage.
+        stages: number of stages of the ring.
+        ctas_per_sm: number of CTAs resident on an SM at a time.
+        in_flight: number of products in flight while earlier ones are added up.
+        quantize_batch: K blocks (128 channels) of a row of w2's input that are loaded at once.
     """
 
     block_m: int
@@ -64,12 +64,13 @@ class Sm90Config:
     quantize_batch: int = 1
 
 
-# Pairs an expert up to which a block nearly always holds all of them; configs of w1 and w3, and of
-# w2, the first that fits shared memory. V4-Flash and V4-Pro with 32 experts, and V4.1-Flash, whose
-# w2 has no whole stages of 512 channels: 384 experts, 1, 8, 32 and 128 tokens 54, 255, 782 and
-# 1,710 us, by three CTAs of 256 channels 66, 273, 824 and 1,792, by Triton 64, 399, 1,184, 2,557.
+# Entries: most pairs an expert, so that a block nearly always holds all of an expert's pairs;
+# configs of w1 and w3; configs of w2. The first config that fits in shared memory is taken.
+# Measured with V4-Flash and V4-Pro with 32 experts, and V4.1-Flash, whose w2 has no whole stages of
+# 512 channels (384 experts; 1, 8, 32 and 128 tokens: 54, 255, 782 and 1,710 us; with three CTAs of
+# 256 channels 66, 273, 824 and 1,792 us; Triton 64, 399, 1,184 and 2,557 us).
 _SM90_CONFIGS = (
-    # 1, 2 and 8 tokens of both; 128 tokens and 256 experts.
+    # Measured with 1, 2 and 8 tokens of both, and with 128 tokens and 256 experts.
     (
         3,
         (
@@ -80,11 +81,11 @@ _SM90_CONFIGS = (
         ),
         (Sm90Config(8, 64, 512, 3, 3, 4, 8), Sm90Config(8, 64, 256, 3, 4, 4, 8)),
     ),
-    # 32 tokens. V4-Pro's fit with one CTA of 128 rows only; by themselves they are 3 % slower than
-    # Triton's, a layer is 3 to 6 % faster, since those of Triton do not use PDL. Blocks of 16, of
-    # 32 and Triton, us: V4-Flash, 256 experts, 12 pairs an expert 1,194, 1,528, 1,328; 18: 1,720,
-    # 1,520, 1,812; 32 experts, 12: 158, 201, 178; 18: 231, 205, 262. V4-Pro, 48 experts, 16: 759,
-    # none, 911.
+    # Measured with 32 tokens. V4-Pro's configs only fit with one CTA of 128 rows; alone they are 3
+    # % slower than Triton's, but a layer is 3 to 6 % faster, since Triton's do not use PDL. Times
+    # in us of blocks of 16, blocks of 32, and Triton. V4-Flash, 256 experts: 12 pairs an expert
+    # 1,194, 1,528, 1,328; 18 pairs 1,720, 1,520, 1,812. 32 experts: 12 pairs 158, 201, 178; 18
+    # pairs 231, 205, 262. V4-Pro, 48 experts: 16 pairs 759, none, 911.
     (
         16,
         (
@@ -100,24 +101,24 @@ _SM90_CONFIGS = (
             Sm90Config(16, 128, 256, 6, 1, 4, 4),
         ),
     ),
-    # V4-Flash, 128 tokens.
+    # Measured with V4-Flash and 128 tokens.
     (
         26,
         (Sm90Config(32, 128, 512, 2, 1, 0), Sm90Config(32, 128, 256, 4, 1, 0)),
         (Sm90Config(32, 128, 512, 3, 1, 0, 2), Sm90Config(32, 128, 256, 6, 1, 0, 2)),
     ),
 )
-# Pairs an expert up to which activations with a scale for 32 channels, whose sums take more work,
-# are left to it: V4.1-Flash, 384 experts, 8: 2,625 us, Triton 2,853; 16: 3,827, 3,823.
+# Most pairs an expert for activations with a scale for every 32 channels, whose sums are more work:
+# V4.1-Flash, 384 experts: 8 pairs 2,625 us, Triton 2,853; 16 pairs 3,827, Triton 3,823.
 _MOST_PAIRS_OF_SMALL_BLOCKS = 12
 
 
 def _fitted(
     configs: tuple[Sm90Config, ...], width: int, quant_block: int, *, loads_activations: bool
 ) -> Sm90Config | None:
-    """The first of which shared memory holds two stages or more, with as many as it holds.
+    """Return the first config with two stages or more in shared memory, with as many as fit.
 
-    Where activations are loaded with the weights, a tile has more stages than the ring.
+    Where activations are loaded with the weights, a tile must have more stages than the ring.
     """
     for config in configs:
         block_k = config.block_k
@@ -138,7 +139,7 @@ def _fitted(
 def choose_sm90_config(
     shape: ExpertsShape, quant_block: int = FP8_BLOCK
 ) -> tuple[Sm90Config, Sm90Config] | None:
-    """For w1 and w3, and for w2; None if there is none."""
+    """Return the configs of (w1, w3) and of w2; None if no config suits the shape."""
     small = quant_block != FP8_BLOCK
     if small and shape.pairs > _MOST_PAIRS_OF_SMALL_BLOCKS * shape.experts:
         return None
@@ -155,14 +156,14 @@ def choose_sm90_config(
 
 @dataclasses.dataclass(frozen=True)
 class W4A8Config:
-    """Blocks and pipelines of the grouped GEMMs by the FP8 instruction.
+    """Block size and pipelines of the W4A8 grouped GEMMs.
 
     Attributes:
-        block_m: pairs of a block, 32, 64 or 128.
-        gate_up_stages: of the ring of w1 and w3.
-        down_stages: of w2's.
-        consumer_registers: of a thread of the second consumer.
-        producer_registers: of a thread that is no consumer's.
+        block_m: number of pairs in a block, 32, 64 or 128.
+        gate_up_stages: number of stages in the ring of w1 and w3.
+        down_stages: number of stages in the ring of w2.
+        consumer_registers: registers of a thread of the second consumer warpgroup.
+        producer_registers: registers of a thread outside the consumer warpgroups.
     """
 
     block_m: int
@@ -172,26 +173,26 @@ class W4A8Config:
     producer_registers: int
 
 
-# Pairs an expert beyond which it is chosen, and blocks with the pairs an expert up to which they
-# are: in larger ones more than half would be empty or nearly. Measured on an H100 with 6 to 192
-# pairs an expert: benchmarks/results/experts_blocks_h100.jsonl, docs/performance/experts.md.
+# Pairs an expert above which W4A8 is chosen; then block sizes with the most pairs an expert for
+# each, since larger blocks would be more than half empty. Measured on an H100 with 6 to 192 pairs
+# an expert: benchmarks/results/experts_blocks_h100.jsonl, docs/performance/experts.md.
 _W4A8_PAIRS_AN_EXPERT = 11
 _W4A8_BLOCKS = ((26, 32), (48, 64), (float("inf"), 128))
 _MAX_W4A8_STAGES = 8
-# Of a consumer's and of another thread, by blocks: what they need without spilling. Two warpgroups
-# of consumers and one of the others have 504 together.
+# Registers of a consumer's and of any other thread, by block size, as needed without spilling. Two
+# consumer warpgroups and one warpgroup of the others have 504 a thread together.
 _W4A8_REGISTERS = {32: (208, 88), 64: (208, 88), 128: (216, 72)}
 
 
 def _w4a8_stages(block_m: int, width: int) -> int:
-    """Stages that shared memory holds beside two tiles' scales and the epilogue's scratch."""
+    """Return how many stages fit beside two tiles' scales and the epilogue's scratch."""
     stage = 128 * 64 + block_m * (128 + 4)
     rest = 2 * (width // 128) * 512 + 8192 + 2048
     return min(_MAX_W4A8_STAGES, (_SHARED - rest) // stage)
 
 
 def choose_w4a8_config(shape: ExpertsShape, block_m: int = 0) -> W4A8Config | None:
-    """For many pairs an expert, or for blocks of so many; None if there is none."""
+    """Return the W4A8 config for many pairs an expert, or for ``block_m``; None if none suits."""
     if shape.inner % 512 or shape.d % 512:
         return None
     blocks = (block for most, block in _W4A8_BLOCKS if shape.pairs <= most * shape.experts)
@@ -202,9 +203,9 @@ def choose_w4a8_config(shape: ExpertsShape, block_m: int = 0) -> W4A8Config | No
 
 # --- experts on a CPU ----------------------------------------------------------------------------
 
-# Pairs an expert, on average, up to which weights are decoded in registers rather than first, and
-# pairs whose rows are kept at a time. 4096 x 4096, one core: 64 rows of MXFP4 15 ms by numba and
-# 28 by torch, of FP8 23 and 29; 128 rows 34 and 39, 45 and 37.
+# Pairs an expert, on average, up to which weights are decoded in registers instead of in memory,
+# and pairs whose rows are kept at a time. 4096 x 4096 on one core, ms by numba and by torch: 64
+# rows of MXFP4 15 and 28, of FP8 23 and 29; 128 rows of MXFP4 34 and 39, of FP8 45 and 37.
 _NUMBA_PAIRS_AN_EXPERT = 64
 MAX_NUMBA_PAIRS = 4096
 NUMBA_CHANNEL_STEP = 32
@@ -222,7 +223,7 @@ def numba_support(
     weight_format: str,
     **_: object,
 ) -> Support:
-    """``supports`` of ``experts`` by numba."""
+    """Return support of numba's ``experts``: packed weights on a CPU, few pairs an expert."""
     problem = numba_problem()
     if problem:
         return Support(False, problem)
@@ -246,7 +247,7 @@ def numba_support(
 def numba_hash_support(
     x: Tensor, gate: Tensor, token_ids: Tensor, tid2eid: Tensor, *, scale: float
 ) -> Support:
-    """``supports`` of ``route_hash`` by numba."""
+    """Return support of numba's ``route_hash``: few tokens on a CPU."""
     return few_tokens_support(len(x), (x,), (gate,))
 
 
@@ -259,7 +260,7 @@ def numba_router_support(
     scale: float,
     is_valid: Tensor | None = None,
 ) -> Support:
-    """``supports`` of ``route_biased`` by numba."""
+    """Return support of numba's ``route_biased``: few tokens on a CPU."""
     support = few_tokens_support(len(x), (x,), (gate, bias))
     return support and Support(True, automatic=gate.numel() <= FEW_ELEMENTS)
 
@@ -272,7 +273,7 @@ def numba_swiglu_support(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Support:
-    """``supports`` of ``swiglu`` by numba."""
+    """Return support of numba's ``swiglu``: few tokens on a CPU."""
     if codes is not None:
         return Support(False, "rows that are not quantised as well")
     return few_tokens_support(gate.numel() // max(1, gate.shape[-1]), (gate, up))
@@ -285,7 +286,7 @@ def _hopper_support(
     weight_format: str,
     quantize_activations: bool,
 ) -> Support:
-    """What both of Hopper's grouped GEMMs ask for."""
+    """Return support by the conditions that both of Hopper's grouped GEMMs share."""
     support = triton_support(x)
     if not support:
         return support
@@ -317,7 +318,7 @@ def gluon_support(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Support:
-    """``supports`` of ``experts``; nothing is launched."""
+    """Return support of ``gluon_sm90``'s ``experts``: MXFP4, few pairs an expert."""
     support = _hopper_support(x, ids, w1, weight_format, quantize_activations)
     if not support:
         return support
@@ -350,7 +351,7 @@ def w4a8_support(
     shared: Tensor | None = None,
     global_scales: Tensor | None = None,
 ) -> Support:
-    """``supports`` of ``experts``, by the FP8 instruction; nothing is launched."""
+    """Return support of ``gluon_sm90_w4a8``'s ``experts``: MXFP4, many pairs an expert."""
     support = _hopper_support(x, ids, w1, weight_format, quantize_activations)
     if not support:
         return support
@@ -366,38 +367,40 @@ def w4a8_support(
 
 # --- experts by Triton ---------------------------------------------------------------------------
 
-# Up to so many pairs each is a block of its own: grouping them would cost a launch. Without
-# ``swap_ab``; with it, one token's pairs are of different experts anyway.
+# Without ``swap_ab``: most pairs that are each a block of their own, since grouping them would cost
+# a launch. With it, one token's pairs belong to different experts anyway.
 _MAX_UNGROUPED_PAIRS = 64
-# Without ``swap_ab``: pairs of the largest block.
+# Without ``swap_ab``: most pairs in a block.
 _MAX_BLOCK_M = 64
 # Targets whose matrix instructions read the decoded weight from shared memory.
 OPERANDS_IN_SHARED = ("sm_90", "sm_100")
-# MXFP4 with ``swap_ab``: up to so many pairs an expert, scales are factors of sums of 32 channels;
-# beyond, they are multiplied into bfloat16 operands, once for all columns. V4-Flash, 32 experts:
-# 32 tokens (6 pairs an expert) and 128 (24).
+# MXFP4 with ``swap_ab``: most pairs an expert for which scales multiply sums of 32 channels; above,
+# they are multiplied into bfloat16 operands, once for all columns. Measured with V4-Flash, 32
+# experts, 32 tokens (6 pairs an expert) and 128 (24).
 _MAX_SCALED_SUMS = 12
-# Up to so many, twice the CTAs are worth more than larger tiles. V4-Flash, 32 experts, 8 tokens.
+# Most pairs an expert for which twice the CTAs beat larger tiles. V4-Flash, 32 experts, 8 tokens.
 _MAX_SMALL_TILES = 3
-# Block of pairs and of channels up to so many pairs an expert. V4-Flash, 32 experts: 128, 256 and
-# 4,096 tokens.
+# Most pairs an expert, then pairs of a block and channels of a step. V4-Flash, 32 experts; 128, 256
+# and 4,096 tokens.
 _BF16_TILES = ((32, 32, 128), (48, 64, 64), (float("inf"), 128, 64))
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """Tile of the Triton grouped GEMMs.
+    """Tile shape and pipeline of the Triton grouped GEMMs.
 
     Attributes:
-        swap_ab: rows of the weight are rows of the matrix instruction, pairs its columns.
-        grouped: pairs of an expert share blocks; otherwise each pair is a block of its own.
-        block_m: pairs of a block.
-        block_n: rows of the weight; with ``swap_ab`` those of w1 and w3 together.
-        block_k: channels of a step.
-        operand: dtype of the instruction's operands.
-        num_warps: of a CTA.
-        num_stages: pipeline depth.
-        wide_loads: with ``swap_ab``, all that a step reads of a row of the weight is one load.
+        swap_ab: True if the weight's rows are rows of the matrix instruction, and pairs its
+            columns.
+        grouped: True if an expert's pairs share blocks, False if each pair is a block of its own.
+        block_m: number of pairs in a block.
+        block_n: rows of the weight in a tile; with ``swap_ab``, those of w1 and w3 together.
+        block_k: channels of a step of the main loop.
+        operand: dtype of the matrix instruction's operands.
+        num_warps: number of warps of a CTA.
+        num_stages: number of stages of the software pipeline.
+        wide_loads: True if a step reads its part of a weight row in one load (only with
+            ``swap_ab``).
     """
 
     swap_ab: bool
@@ -412,7 +415,7 @@ class GemmConfig:
 
 
 def choose_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> GemmConfig:
-    """The config for pairs that are spread evenly over the experts."""
+    """Choose the config for pairs that are spread evenly over the experts."""
     if _takes_swap_ab(shape, formats, target):
         return _swap_ab_config(shape, formats, target)
     operand = operand_dtype(formats.x, formats.weight, formats.stored, formats.quantized, target)
@@ -423,26 +426,26 @@ def choose_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -
         tile = within_quant_blocks(tile, formats.quant_block)
     block_k = tile.block_k
     if tile.block_m == _MAX_BLOCK_M and target.name not in OPERANDS_IN_SHARED:
-        # Operands pass through registers there, and decoding takes more of them.
+        # Operands pass through registers on that target, and decoding takes more of them.
         block_k = 32
     elif target.intel and formats.x is torch.float16 and operand == torch.bfloat16:
-        # Two operands for each of x, which spill 66 registers with 128 channels.
+        # Each value of x needs two operands, which spill 66 registers with 128 channels.
         block_k = 32
-    # Two products follow each other: the warps of a linear layer spill 154 registers on Arc B.
+    # A tile has two products; the warps of a linear layer spill 154 registers on Arc B.
     warps = tile.num_warps * (2 if target.intel and not target.arc_a else 1)
     if target.name == "xpu_pvc" and formats.weight == "mxfp4" and tile.block_m == 16:
-        warps = 16  # 8 spill 6 registers there
+        warps = 16  # 8 warps spill 6 registers there
     return GemmConfig(
         False, grouped, tile.block_m, tile.block_n, block_k, operand, warps, tile.num_stages
     )
 
 
 def _takes_swap_ab(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> bool:
-    """Whole quant blocks and tiles, at addresses for wide loads."""
+    """Return True for whole quant blocks and tiles, at addresses that allow wide loads."""
     if target.arc_a:
         return False
     if formats.weight == "fp8":
-        # Wide rows of codes do not fit the registers of RDNA.
+        # Wide rows of codes do not fit in RDNA's registers.
         known, scale_alignment = formats.quantized and not target.narrow, 1
     else:
         known = formats.weight == "mxfp4" and (formats.quantized or formats.x is torch.bfloat16)
@@ -455,30 +458,30 @@ def _takes_swap_ab(shape: ExpertsShape, formats: ExpertFormats, target: Target) 
 def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> GemmConfig:
     grouped, share = shape.tokens > 1, shape.pairs_per_expert
     if formats.weight == "fp8":
-        # Hopper's sums of 128 products of e4m3 would keep 13 bits. Intel: 4 warps spill 97
+        # Sums of 128 e4m3 products would keep 13 bits on Hopper. On Intel, 4 warps spill 97
         # registers.
         warps = 8 if target.intel else 4
         return GemmConfig(True, grouped, 16, 64, 128, torch.float16, warps, 4)
     if not formats.quantized or share > _MAX_SCALED_SUMS:
         block_m, block_k = next((m, k) for most, m, k in _BF16_TILES if share <= most)
-        # Intel: 128 pairs of float16 spill 18 registers.
+        # On Intel, 128 pairs in float16 spill 18 registers.
         few = target.narrow or (target.intel and formats.x is torch.float16)
         block_m = min(block_m, 64) if few else block_m
-        # Steps of one scale take half as many instructions there; longer ones spill 51 registers.
+        # On Intel, steps of one scale take half the instructions; longer steps spill 51 registers.
         block_k = 32 if target.intel else block_k
         return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, 3)
     operand = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
     if not uses_wgmma(target):
         return GemmConfig(True, grouped, 16, 64, 128, operand, 4, 4)
-    # A warpgroup waits for its products, the less often the longer a step is.
+    # A warpgroup waits for its products once a step, so long steps wait less often.
     block_n = 64 if share <= _MAX_SMALL_TILES else 128
     block_k = 128 if shape.inner % 256 or shape.d % 256 else 256
     return GemmConfig(True, grouped, 16, block_n, block_k, operand, 4, 3, wide_loads=True)
 
 
-# --- grouping of pairs, and what is elementwise --------------------------------------------------
+# --- grouping of pairs, and elementwise kernels --------------------------------------------------
 
-# Pairs that a CTA of the alignment, channels that one of the combine and of SwiGLU takes at once.
+# Pairs that an alignment CTA takes at a time, channels of a combine CTA and of a SwiGLU CTA.
 ALIGN_PAIRS = 1024
 COMBINE_CHANNELS = 1024
 SWIGLU_CHANNELS = 2048
@@ -486,13 +489,13 @@ SWIGLU_CHANNELS = 2048
 
 @dataclasses.dataclass(frozen=True)
 class AlignConfig:
-    """How blocks without gaps are found; a CTA is an expert's.
+    """Sizes of the kernel that groups pairs without gaps; each expert has a CTA.
 
     Attributes:
-        experts: a power of two that is not below their number.
+        experts: number of experts, rounded up to a power of two.
         compared: pairs that are compared with all experts at once, as many as registers hold.
-        placed: pairs among which an expert finds its own at once.
-        num_warps: of a CTA; it also quantises so many quant blocks.
+        placed: number of pairs among which an expert finds its own at a time.
+        num_warps: number of warps of a CTA, and of quant blocks that a CTA quantises.
     """
 
     experts: int
@@ -502,7 +505,7 @@ class AlignConfig:
 
 
 def choose_align_config(pairs: int, experts: int) -> AlignConfig:
-    """V4-Flash, 256 experts, 128 tokens: 22 us, and 56 with 64 pairs at once."""
+    """Choose sizes; V4-Flash, 256 experts, 128 tokens: 22 us, but 56 us with 64 pairs at a time."""
     few, padded = experts <= 64, next_power_of_2(experts)
     compared = (1 << 15 if few else 1 << 14) // padded
     pairs = max(16, next_power_of_2(pairs))
@@ -513,29 +516,29 @@ def choose_align_config(pairs: int, experts: int) -> AlignConfig:
 
 # --- routers -------------------------------------------------------------------------------------
 
-# CTAs that are enough for the scores' GEMM, and the shortest split of its channels.
+# CTAs that suffice for the scores' GEMM, and the shortest split of its channels.
 _ROUTER_CTAS, _SHORTEST_SPLIT = 256, 256
-# Up to here a token is one warp's, whose threads find its experts by themselves.
+# Most tokens for which each token has its own CTA, whose threads find its experts.
 _MAX_WARP_TOKENS = 512
-# Scores of a CTA of more tokens, and the most tokens it takes.
+# Scores of a CTA if there are more tokens, and most tokens of a CTA.
 _ROUTE_SCORES, _MAX_ROUTE_TOKENS = 2048, 16
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """Tiles of the scores' GEMM, and of the top-k.
+    """Tile sizes of the scores' GEMM and of the top-k.
 
     Attributes:
-        block_m: tokens of a tile of scores.
-        block_n: its experts.
-        block_k: channels of a step.
-        warps: of a tile.
-        split: channels of a split.
-        splits: how many.
-        route_tokens: of a CTA that finds the top-k.
-        experts: a power of two that is not below their number.
-        unroll: splits that are loaded at once.
-        route_warps: of a CTA that finds the top-k.
+        block_m: tokens in a tile of scores.
+        block_n: experts in a tile of scores.
+        block_k: channels of a step of the main loop.
+        warps: number of warps of a score tile's CTA.
+        split: number of channels of a split.
+        splits: number of splits of the channels.
+        route_tokens: number of tokens of a CTA that finds the top-k.
+        experts: number of experts, rounded up to a power of two.
+        unroll: number of splits that are loaded at once.
+        route_warps: number of warps of a CTA that finds the top-k.
     """
 
     block_m: int
@@ -553,7 +556,7 @@ class RouterConfig:
 def choose_router_config(
     tokens: int, experts: int, width: int, same_dtype: bool, target: Target
 ) -> RouterConfig:
-    """Tiles for a call; ``same_dtype`` if matrix instructions take both operands as they are."""
+    """Choose tiles; ``same_dtype`` if matrix instructions take both operands unconverted."""
     matrix = same_dtype and not target.arc_a
     block_m, block_n, block_k = (16, 32, 64 if matrix else 32)
     if matrix and tokens > 16:
@@ -563,17 +566,17 @@ def choose_router_config(
     split = -(-width // (splits * block_k)) * block_k
     padded = next_power_of_2(experts)
     if tokens <= _MAX_WARP_TOKENS:
-        # One by one, loads of splits would take most of the kernel's time.
+        # Loading splits one by one would take most of the kernel's time.
         route = (1, padded, 8 if padded <= 256 else 4, 1)
     else:
         route = (max(1, min(_MAX_ROUTE_TOKENS, _ROUTE_SCORES // padded)), padded, 1, 4)
     if target.intel:
-        # Half as many warps spill 38 registers, and 88 of Arc A's.
+        # Half as many warps spill 38 registers, and 88 on Arc A.
         route = (*route[:3], (4 if target.arc_a else 2) * route[3])
     warps = 16 if target.arc_a else 4
     return RouterConfig(block_m, block_n, block_k, warps, split, -(-width // split), *route)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not below n; 1 of none."""
+    """Return the smallest power of two that is at least n; 1 for n = 0."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,23 +1,22 @@
-"""Grouped GEMM of MXFP4 experts for few tokens on Hopper: persistent CTAs.
+"""Grouped GEMM of MXFP4 experts on Hopper for few tokens, with persistent CTAs.
 
-    work tile   M rows of the weight for a block of pairs; tiles, block after block, are shared out
-                evenly among CTAs, as many as are resident at once
-    stage       CHUNK channels of a tile: codes, scales, and where a block begins its activations
+    work tile   M rows of the weight for a block of pairs; tiles, block after block, are divided
+                evenly among as many CTAs as are resident at once
+    stage       CHUNK channels of a tile: codes, scales, and at a block's start its activations
 
-A CTA loads STAGES stages ahead, whatever they belong to, so that its reading does not stop between
-tiles or blocks; the activations of a block stay in shared memory for all its tiles. Those of w1 and
-w3 are loaded with the weights, and STAGES is less than a tile's number of stages: a new block's
-activations then replace what has been used by the last tile before.
+A CTA loads STAGES stages ahead, across tiles and blocks, so that it never stops reading; a block's
+activations stay in shared memory for all its tiles. Activations of w1 and w3 are loaded with the
+weights, and STAGES is less than a tile's number of stages, so a new block's activations replace
+those that the last tile has already used.
 
-w2's CTAs load weights before they wait. The blocks that say which are then there, because w1's
-kernel has waited for them before it lets w2's start; they are read past the first-level cache,
-which may hold what was at their place before.
+CTAs of w2 load weights before they wait. The list of blocks that says which weights is complete by
+then, because w1's kernel waited for it before it let w2's start; it is read past the L1 cache,
+which may hold older data of the same address.
 
-Rows of the weight are rows of the matrix instruction, tokens its columns (swap AB). Eight codes are
-a packed int32, which becomes e4m3 operands in registers (``formats.triton_words``); activations lie
-in shared memory in the order in which that leaves them. A product is over 32 channels, which have
-one scale of the weight; the sum over 128 channels, or each product, has one scale of the
-activations.
+The weight's rows are rows of the matrix instruction, tokens its columns (swap AB). Eight codes are
+a packed int32, which becomes e4m3 operands in registers (``formats.triton_words``); activations are
+in shared memory in the order of these operands. A product covers 32 channels, which share one scale
+of the weight; the sum over 128 channels, or each product, has one scale of the activations.
 """
 
 # mypy: ignore-errors
@@ -35,7 +34,7 @@ from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR
 from anymla.ops._gluon import view
 from anymla.ops._gluon_ptx import gdc_launch_dependents, gdc_wait
 
-_UNIT = gl.constexpr(64.0)  # decoded values are this much too small
+_UNIT = gl.constexpr(64.0)  # decoded values are smaller by this factor
 _FLOOR = gl.constexpr(ACTIVATION_AMAX_FLOOR)
 
 

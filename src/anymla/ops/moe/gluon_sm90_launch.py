@@ -1,4 +1,4 @@
-"""Launch the routed experts on Hopper: ``gluon_sm90_grouped_gemm`` for w1 and w3, then for w2."""
+"""Launch of the routed experts on Hopper: ``gluon_sm90_grouped_gemm`` for (w1, w3) and w2."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.experts``."""
+    """Backend of ``interface.experts`` by persistent grouped GEMMs; see its contract."""
     matrices = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2)]
     scales = [ExpertTensors(each, alignment=4) for each in (s1, s3, s2)]
     return run_experts(
@@ -57,13 +57,14 @@ def _multiply(inputs: ExpertInputs, results: Tensor) -> None:
 
 
 def grouped_gemm(inputs: ExpertInputs, results: Tensor, up: Sm90Config, down: Sm90Config) -> None:
-    """Write what every pair's expert makes of its token to results [P, D].
+    """Write each pair's product, its expert's output for its token, to results [P, D].
 
     Args:
-        inputs: of MXFP4 experts and activations that are quantised.
-        results: contiguous; pairs without an expert here are not written.
+        inputs: call with MXFP4 experts and quantised activations.
+        results: buffer to write, contiguous; rows of pairs without an expert here are left as they
+            are.
         up: config of w1 and w3.
-        down: config of w2, with the same blocks of pairs.
+        down: config of w2, with the same block size as ``up``.
     """
     x, shape = inputs.x, inputs.shape
     operands, x_scales, aligned = align_and_quantize(
@@ -85,7 +86,11 @@ def _launches(
     numbers: tuple[int, float, int, int],
     device: torch.device,
 ) -> tuple[PreparedLaunch, PreparedLaunch]:
-    """``numbers``: blocks, SwiGLU's limit, the unit of distances, and channels of a scale."""
+    """Prepare both launches.
+
+    ``numbers`` are the block count, SwiGLU's limit, the unit of address distances, and the channels
+    of a scale.
+    """
     count, limit, unit, quant = numbers
     pdl, sm_count = pdl_launch(device), target_of(device).sm_count
     gate_up = PreparedLaunch(

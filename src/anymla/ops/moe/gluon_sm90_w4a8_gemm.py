@@ -1,25 +1,26 @@
-"""Grouped GEMM of MXFP4 experts on Hopper, by the FP8 instruction (W4A8).
+"""Grouped GEMM of MXFP4 experts on Hopper by the FP8 instruction (W4A8).
 
     work tile   128 rows of an expert's weights (64 of w1 and the same 64 of w3, or 128 of w2) for a
-                block of N pairs; CTAs are resident and take every so-many-th
+                block of N pairs; CTAs are persistent and take every n-th tile
     stage       128 channels of a tile: packed codes, e4m3 operands of the pairs, their scales
 
     producer    1 warp: stages by TMA into a ring
-    scales      2 warps: a tile ahead, each row's exponent and what e4m3 codes of its groups add
+    scales      2 warps: one tile ahead, each row's exponent and the offsets to its groups' codes
     consumers   2 warpgroups, 32 rows of either half of a tile each: decode, multiply, promote
 
-Barriers: full[i] TMA -> consumers, empty[i] back; scales_full[i], scales_empty[i] likewise.
+Barriers: full[i] from TMA to consumers and empty[i] back; scales_full[i] and scales_empty[i]
+likewise for scales.
 
-Rows of the weight are rows of the matrix instruction, pairs its columns (swap AB), so decoded
-weights go from registers into it. e2m1 times 2^k is exact in e4m3 for any k of a range of WINDOW
-binades, so the scales of a row's groups are multiplied into its codes relative to the largest of
-them: a group's eight magnitudes are a table of 8 bytes, which ``prmt`` looks codes up in. A row
-whose scales are further apart is multiplied once for every WINDOW binades that occur in its tile,
-groups of other windows being zero, from the smallest to the largest; so every weight is exact,
-down to 2^-126 of the units of its row's largest scale.
+The weight's rows are rows of the matrix instruction, pairs its columns (swap AB), so decoded
+weights go from registers into it. e2m1 times 2^k is exact in e4m3 for any k within a window of
+WINDOW binades, so the scales of a row's groups are applied to its codes relative to the row's
+largest scale: a group's eight magnitudes form a table of 8 bytes, in which ``prmt`` looks codes up.
+A row whose scales span more is multiplied once for every window that occurs in its tile, from the
+smallest to the largest, with groups of other windows set to zero; so every weight is exact down to
+2^-126 of its row's largest scale.
 
-Sums of 128 channels come out of the instruction, which keeps 13 bits below the largest of what it
-adds, and are scaled and added in float32.
+The instruction sums 128 channels, keeping 13 bits below the largest addend; these sums are scaled
+and accumulated in float32.
 """
 
 # mypy: ignore-errors
@@ -39,43 +40,44 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anymla.ops._gluon import view
 from anymla.ops._gluon_ptx import cvt_e4m3x8_e2m1x8_table, gdc_launch_dependents, gdc_wait, opaque
 
-# Binades of scales that e4m3 holds exactly with every code of e2m1, 0.5 being a normal number.
+# Binades of scales that e4m3 holds exactly with every e2m1 code, 0.5 being a normal number.
 WINDOW = 12
 _WINDOW = gl.constexpr(WINDOW)
 _NEXT_WINDOW = gl.constexpr(2.0**-WINDOW)
-# Bits of the windows that a tile takes, of 255 / WINDOW at most, and from this bit on their number.
+# One bit for each window that a tile needs, at most 255 / WINDOW; above this bit, their number.
 _COUNT_BIT = gl.constexpr(24)
-# What takes bytes from WINDOW on to bit 7.
+# Addend that carries bytes of WINDOW or more into bit 7.
 _TO_BIT_7 = gl.constexpr((128 - WINDOW) * 0x01010101)
-# Codes of 1.5, 1, 0.5, 0 and of 6, 4, 3, 2 times 2^-5, the bottom of a window; 6 * 2^6 is the most
-# that e4m3 holds.
+# e4m3 codes of 1.5, 1, 0.5, 0 and of 6, 4, 3, 2, times 2^-5, a window's lowest scale; 6 * 2^6 is
+# the largest that e4m3 holds.
 _LOW = gl.constexpr(0x14100800)
 _HIGH = gl.constexpr(0x24201C18)
 _TOP_UNIT = gl.constexpr(2.0**-6)
 
-# The name changed after triton 3.6.
+# Renamed after Triton 3.6.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 class Ring(NamedTuple):
-    """Shared memory and barriers of the partitions.
+    """Shared memory and barriers of all partitions.
 
     Attributes:
-        codes: packed codes of stages: int32 [4 STAGES, 32, 16], a stage's two halves of either
-            part of a tile.
-        loaded: the same, as TMA fills it: uint8 [2 STAGES, 64, 64].
-        x: e4m3 [STAGES, N, 128].
-        x_scales: float32 [STAGES, N].
-        x_loaded: the same, as TMA fills it: [STAGES, 1, N].
-        shifts: int32 [2 K / 128, 128], four groups of a row to a word; see ``_prepare_scales``.
-        shift_parts: the same as [8 K / 128, 32].
-        factors: float32 [2, 128], of rows.
-        factor_parts: the same as [8, 32].
-        windows: int32 [2, 1], bits of the windows that occur.
-        full: barriers, as the next.
-        empty: see the file.
-        scales_full: likewise.
-        scales_empty: likewise.
+        codes: packed codes of the stages, int32 [4 STAGES, 32, 16], two halves for each part of a
+            tile.
+        loaded: the same memory as TMA fills it, uint8 [2 STAGES, 64, 64].
+        x: activations of the stages, e4m3 [STAGES, N, 128].
+        x_scales: scales of the activations, float32 [STAGES, N].
+        x_loaded: the same memory as TMA fills it, [STAGES, 1, N].
+        shifts: exponent offsets, four groups of a row to a word, int32 [2 K / 128, 128]; see
+            ``_prepare_scales``.
+        shift_parts: the same memory as [8 K / 128, 32].
+        factors: scale of each row of two tiles, float32 [2, 128].
+        factor_parts: the same memory as [8, 32].
+        windows: bits of the windows that occur in two tiles, int32 [2, 1].
+        full: barriers of filled stages, from TMA to consumers.
+        empty: barriers of released stages, from consumers to TMA.
+        scales_full: barriers of prepared scales, one for each of two tiles.
+        scales_empty: barriers of released scales, one for each of two tiles.
     """
 
     codes: Any

@@ -1,6 +1,6 @@
-"""Launch the grouped GEMMs of MXFP4 experts by Hopper's FP8 instruction.
+"""Launch of the W4A8 grouped GEMMs: MXFP4 experts by Hopper's FP8 instruction.
 
-align, close_gaps   pairs by expert, in blocks side by side
+align, close_gaps   group pairs by expert, in adjacent blocks
 quantize_pairs      activations of sorted pairs -> e4m3 [P, D]
 w4a8_gemm           w1 and w3, SwiGLU, routing weight -> inner [P, I], sorted
 quantize_pairs      inner -> e4m3 [P, I]
@@ -33,7 +33,7 @@ from anymla.ops.streams import scratch
 _CODES = NVMMASharedLayout(64, 8, rank=2)
 _OPERANDS = NVMMASharedLayout(128, 8, rank=2)
 _SCALES = NVMMASharedLayout(0, 32, rank=2)
-# Rows and bytes of a box of packed codes.
+# Rows and bytes of a TMA box of packed codes.
 _BOX = 64
 
 
@@ -56,7 +56,7 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.experts``."""
+    """Backend of ``interface.experts`` by the FP8 instruction; see its contract."""
     projections = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2, s1, s3, s2)]
     return run_experts(
         _grouped_gemm, x, ids, weights, projections, weight_format=weight_format,
@@ -72,13 +72,14 @@ def _grouped_gemm(inputs: ExpertInputs, results: Tensor) -> None:
 
 
 def grouped_gemm(inputs: ExpertInputs, results: Tensor, config: W4A8Config) -> None:
-    """Write what every pair's expert makes of its token to results [P, D].
+    """Write each pair's product, its expert's output for its token, to results [P, D].
 
     Args:
-        inputs: of MXFP4 experts, one tensor a projection or as good as, and activations that are
-            quantised.
-        results: contiguous; pairs without an expert here are not written.
-        config: blocks and pipeline.
+        inputs: call with quantised activations and MXFP4 experts whose tensors lie evenly, as
+            slices of one tensor do.
+        results: buffer to write, contiguous; rows of pairs without an expert here are left as they
+            are.
+        config: block size and pipelines.
     """
     x, shape = inputs.x, inputs.shape
     aligned = align_closely(inputs.ids, shape.experts, inputs.expert_offset, config.block_m)
@@ -117,7 +118,7 @@ def _multiply(
 
 
 def _codes_descriptor(w: ExpertTensors) -> tuple[TensorDescriptor, int]:
-    """Rows of all experts, and how many there are from one expert to the next."""
+    """Return a TMA descriptor of all experts' rows, and the rows between consecutive experts."""
     assert w.first is not None
     assert w.addresses is not None
     assert w.addresses.stride is not None
@@ -131,7 +132,7 @@ def _codes_descriptor(w: ExpertTensors) -> tuple[TensorDescriptor, int]:
 def _launches(
     shape: ExpertsShape, config: W4A8Config, limit: float, device: torch.device
 ) -> tuple[PreparedLaunch, PreparedLaunch]:
-    """Of w1 and w3 with SwiGLU's limit, and of w2."""
+    """Prepare the launch of w1 and w3, with SwiGLU's limit, and that of w2."""
     options: dict[str, Any] = {
         "N": config.block_m,
         "CONSUMER_REGISTERS": config.consumer_registers,

@@ -1,9 +1,9 @@
-"""What the experts' kernels are given: a call, and where the tensors of its experts lie.
+"""Arguments of the experts' kernels: a call, and the addresses of its experts' tensors.
 
-A projection's experts are tensors of their own, or slices of one. A kernel is given the first of
-them, and either one stride, if the others follow it evenly as slices do, or a table of distances.
-Both follow from the addresses alone, and are remembered: for every expert of a list a call only
-reads the address and whether the tensor is contiguous.
+The experts of a projection are separate tensors, or slices of one. A kernel gets the first expert's
+tensor with a stride, if the others follow at equal distances as slices do, or with a table of
+distances. Both follow from addresses alone and are cached: for every expert of a list, a call only
+reads its address and checks that it is contiguous.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor
 from anymla.ops.device import far_reaching
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
 
-# First tensor, stride and table of a projection, as kernels take them.
+# First tensor, stride and table of distances of a projection, as kernels take them.
 Pointers: TypeAlias = tuple[Tensor | None, int, Tensor | None]
 
 _MAX_ALIGNMENT = 16
-# Lists of which something is remembered: six in each layer of a model.
+# Most lists whose addresses are cached: each layer of a model has six.
 _REMEMBERED = 1024
 
 
 class Addresses:
-    """Where the tensors of a projection lie.
+    """Addresses of a projection's tensors, relative to the first.
 
     Attributes:
-        stride: elements from one to the next; None if they do not follow each other evenly.
-        alignment: bytes that all addresses are multiples of, a power of two up to 16.
-        unit: elements that all distances from the first are multiples of: 16 or 1.
+        stride: elements between consecutive tensors; None if their distances differ.
+        alignment: largest power of two, at most 16, that divides all addresses in bytes.
+        unit: number of elements, 16 or 1, that divides all distances from the first.
     """
 
     def __init__(self, pointers: tuple[int, ...], itemsize: int, device: torch.device) -> None:
-        """Of tensors with so many bytes an element."""
+        """Derive strides and distances from ``pointers`` to elements of ``itemsize`` bytes."""
         distances = [pointer - pointers[0] for pointer in pointers]
         step = distances[1] if len(distances) > 1 else 0
         even = all(distance == e * step for e, distance in enumerate(distances))
@@ -49,7 +49,7 @@ class Addresses:
         self._tables: dict[int, Tensor] = {}
 
     def table(self, unit: int) -> Tensor | None:
-        """int64 distances from the first in units of so many elements; None with a stride."""
+        """Return int64 distances from the first tensor in ``unit`` elements; None with a stride."""
         if self.stride is not None:
             return None
         if unit not in self._tables:
@@ -79,16 +79,16 @@ def _addresses(tensors: list[Tensor] | Tensor) -> Addresses:
 
 
 class ExpertTensors:
-    """One projection of all experts, or its scales: contiguous tensors, or none at all.
+    """Contiguous tensors of all experts for one projection or its scales; may be empty.
 
     Attributes:
-        first: begins where the first expert's does; None if there is none.
-        shape: of an expert's; likewise.
-        addresses: of all; likewise.
+        first: tensor that begins where the first expert's does; None if there are no tensors.
+        shape: shape of one expert's tensor; () if there are no tensors.
+        addresses: addresses of all tensors; None if there are no tensors.
     """
 
     def __init__(self, tensors: list[Tensor] | Tensor, alignment: int = 1) -> None:
-        """Tensors that are not contiguous, or not at such multiples of bytes, are copied."""
+        """Wrap the tensors; those that are not contiguous or not aligned (in bytes) are copied."""
         self.first: Tensor | None = None
         self.shape: tuple[int, ...] = ()
         self.addresses: Addresses | None = None
@@ -103,7 +103,7 @@ class ExpertTensors:
         if not contiguous or found.alignment < alignment:
             tensors = [_copied(tensor, alignment) for tensor in tensors]
             found = _addresses(tensors)
-        self._kept = tensors  # copies live as long as this
+        self._kept = tensors  # keeps copies alive
         self.addresses = found
         if isinstance(tensors, Tensor):
             self.first, self.shape = tensors, tensors.shape[1:]
@@ -112,27 +112,27 @@ class ExpertTensors:
 
     @property
     def alignment(self) -> int:
-        """See ``Addresses``; of none the largest."""
+        """Alignment of all addresses in bytes, see ``Addresses``; 16 without tensors."""
         return _MAX_ALIGNMENT if self.addresses is None else self.addresses.alignment
 
     @property
     def unit(self) -> int:
-        """See ``Addresses``; of none the largest."""
+        """Common unit of all distances in elements, see ``Addresses``; 16 without tensors."""
         return 16 if self.addresses is None else self.addresses.unit
 
     def evenly(self) -> ExpertTensors:
-        """The same, or a copy, at distances as of ``lie_evenly``."""
+        """Return these tensors, or a copy of them, at distances that satisfy ``lie_evenly``."""
         found = self.addresses
         if found is None or lie_evenly(found.alignment, found.stride, self.shape[-1]):
             return self
         return ExpertTensors(torch.stack(list(self._kept)))
 
     def pointers(self, unit: int = 1, *, mixed: bool = False) -> Pointers:
-        """Return what a kernel is given.
+        """Return first tensor, stride and table as a kernel takes them.
 
         Args:
-            unit: elements that the distances of a table count.
-            mixed: True where the kernel chooses between this address and another tensor's.
+            unit: number of elements that the table's distances are multiples of and are given in.
+            mixed: True if the kernel chooses between this tensor's address and another's.
         """
         if self.addresses is None:
             return None, 0, None
@@ -143,12 +143,12 @@ class ExpertTensors:
 
 
 def lie_evenly(alignment: int, stride: int | None, row: int) -> bool:
-    """Whether experts follow each other by whole rows, all at multiples of 16 bytes.
+    """Return True if experts follow each other by whole rows, all at multiples of 16 bytes.
 
     Args:
-        alignment: of all addresses.
-        stride: elements from one expert to the next, or None.
-        row: elements of a row.
+        alignment: number of bytes that divides all addresses.
+        stride: elements between consecutive experts; None if their distances differ.
+        row: number of elements of a row.
     """
     return alignment == _MAX_ALIGNMENT and stride is not None and stride >= 0 and stride % row == 0
 
@@ -158,7 +158,7 @@ def _count(tensors: list[Tensor] | Tensor) -> int:
 
 
 def _follow(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements of that shape and those strides follow each other in memory."""
+    """Return True if a tensor of that shape and those strides is contiguous."""
     if 0 in shape:
         return True
     size = 1
@@ -179,10 +179,10 @@ _expected: dict[tuple[int, int, int], tuple[int, int | None]] = {}
 
 
 def expected_addresses(tensors: list[Tensor] | Tensor) -> tuple[int, int | None]:
-    """Alignment and stride, as of ``Addresses``, when this list was first looked at.
+    """Return alignment and stride of a list, see ``Addresses``, as of its first use.
 
-    For ``supports``, which is called as often as the operation and need not read every address:
-    whoever then runs does, and copies what has moved to where it does not suit.
+    Meant for ``supports``, which is called as often as the operation and need not read every
+    address: the backend reads them, and copies tensors that have moved to unsuitable addresses.
     """
     if not len(tensors):
         return _MAX_ALIGNMENT, 0
@@ -197,7 +197,7 @@ def expected_addresses(tensors: list[Tensor] | Tensor) -> tuple[int, int | None]
         if len(_expected) >= _REMEMBERED:
             _expected.clear()
         contiguous = all(tensor.is_contiguous() for tensor in tensors)
-        # Copies that are contiguous begin where allocations do.
+        # Contiguous copies of the others will be as aligned as allocations are.
         pointers = [tensor.data_ptr() for tensor in tensors if tensor.is_contiguous()]
         bits = functools.reduce(int.__or__, pointers, _MAX_ALIGNMENT)
         stride = _addresses(tensors).stride if contiguous else None
@@ -206,31 +206,32 @@ def expected_addresses(tensors: list[Tensor] | Tensor) -> tuple[int, int | None]
 
 
 def expected_alignment(tensors: list[Tensor] | Tensor) -> int:
-    """Bytes that all addresses are expected to be multiples of; see ``expected_addresses``."""
+    """Return the bytes that all addresses are expected to be multiples of, as of first use."""
     return expected_addresses(tensors)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertInputs:
-    """One call of the experts; see ``interface.experts``.
+    """Arguments of one ``interface.experts`` call, as kernels take them.
 
     Attributes:
-        x: contiguous [T, D].
-        ids: contiguous [T, K].
-        weights: contiguous [T, K].
-        w1: gate projections.
-        w3: up projections.
-        w2: down projections.
-        s1: scales of w1.
-        s3: scales of w3.
-        s2: scales of w2.
-        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
-        swiglu_limit: of SwiGLU.
-        quantized: activations are quantised.
-        expert_offset: id of the first expert.
-        shape: the call's.
-        quant_block: see ``ExpertFormats``.
-        global_scales: contiguous [E, 3] with "nvfp4", else None.
+        x: activations of the tokens, contiguous [T, D].
+        ids: expert ids of each token, contiguous [T, K].
+        weights: routing weights of each token, contiguous [T, K].
+        w1: gate projections of all experts.
+        w3: up projections of all experts.
+        w2: down projections of all experts.
+        s1: scales of the experts' w1.
+        s3: scales of the experts' w3.
+        s2: scales of the experts' w2.
+        weight_format: format of the weights, "plain", "fp8", "mxfp4" or "nvfp4".
+        swiglu_limit: bound of SwiGLU's clamp, positive.
+        quantized: True if activations are quantised.
+        expert_offset: global id of the first expert.
+        shape: sizes of the call.
+        quant_block: number of channels that share a scale, see ``ExpertFormats``.
+        global_scales: factors of each expert's w1, w3 and w2 for "nvfp4", contiguous [E, 3]; else
+            None.
     """
 
     x: Tensor
@@ -252,7 +253,7 @@ class ExpertInputs:
 
     @property
     def formats(self) -> ExpertFormats:
-        """Dtypes and alignments of the call."""
+        """Dtypes, formats and alignments of the call, as configs depend on them."""
         stored = self.x.dtype if self.w1.first is None else self.w1.first.dtype
         return ExpertFormats(
             self.x.dtype,
@@ -266,12 +267,12 @@ class ExpertInputs:
 
     @property
     def unit(self) -> int:
-        """Elements that the distances in tables of weights are multiples of."""
+        """Number of elements that divides all distances in the weights' tables."""
         return min(self.w1.unit, self.w3.unit, self.w2.unit)
 
     @property
     def gate_up_pointers(self) -> tuple[object, ...]:
-        """Arguments of a kernel for w1, s1, w3 and s3."""
+        """Kernel arguments for w1, s1, w3 and s3: pointer, stride and table of each."""
         unit = self.unit
         w1, w3 = (each.pointers(unit, mixed=True) for each in (self.w1, self.w3))
         s1, s3 = (each.pointers(mixed=True) for each in (self.s1, self.s3))
@@ -279,5 +280,5 @@ class ExpertInputs:
 
     @property
     def down_pointers(self) -> tuple[object, ...]:
-        """Arguments of a kernel for w2 and s2."""
+        """Kernel arguments for w2 and s2: pointer, stride and table of each."""
         return *self.w2.pointers(self.unit), *self.s2.pointers()

@@ -52,24 +52,25 @@ def route_hash(
 ) -> tuple[Tensor, Tensor]:
     """Route every token to the experts that a table lists for its id.
 
-    With s = sqrt(softplus(x @ gate^T)) at the K listed experts, their weights are
-    s / (sum of s + 1e-20) * scale: the table chooses, the learned scores weigh.
+    With s = sqrt(softplus(x @ gate^T)) at the K listed experts, the weights are s / (sum of s +
+    1e-20) * scale: the table chooses experts, the learned scores weigh them.
 
     Args:
-        x: [T, D] any float dtype; scores are computed in float32 (float64 for float64).
-        gate: [E, D] any float dtype.
-        token_ids: [T] int64. A token whose id is outside [0, V) gets no expert.
-        tid2eid: [V, K] int64, entries within [0, E).
+        x: activations of the tokens, [T, D] any float dtype; scores are computed in float32
+            (float64 for float64).
+        gate: weight of the scores' projection, [E, D] any float dtype.
+        token_ids: vocabulary ids of the tokens, [T] int64; a token outside [0, V) gets no expert.
+        tid2eid: expert ids by vocabulary id, [V, K] int64 within [0, E).
         scale: the model's routed_scaling_factor.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        Expert ids [T, K] int32 (-1 for a token without experts) and weights [T, K] float32
-        (float64 if x is; 0 there).
+        Expert ids [T, K] int32, -1 for a token without experts, and weights [T, K] float32 (float64
+        if x is), 0 for such a token.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above.
     """
     check(
         "route_hash",
@@ -93,26 +94,28 @@ def route_biased(
 ) -> tuple[Tensor, Tensor]:
     """Route every token to the k experts with the best biased scores.
 
-    With s = sqrt(softplus(x @ gate^T)), the experts are the k largest of s + bias, best first,
-    the lowest id first among equals; their weights are s / (sum of s + 1e-20) * scale, without
-    the bias.
+    With s = sqrt(softplus(x @ gate^T)), the experts are the k largest of s + bias, best first, the
+    lowest id first among equals. Their weights are s / (sum of s + 1e-20) * scale, without the
+    bias.
 
     Args:
-        x: [T, D] any float dtype; scores are computed in float32 (float64 for float64).
-        gate: [E, D] any float dtype.
-        bias: [E] float32 or float64.
-        k: experts per token, 1..E.
+        x: activations of the tokens, [T, D] any float dtype; scores are computed in float32
+            (float64 for float64).
+        gate: weight of the scores' projection, [E, D] any float dtype.
+        bias: added to scores for the choice of experts, [E] float32 or float64.
+        k: number of experts per token, 1..E.
         scale: the model's routed_scaling_factor.
-        is_valid: [T] bool, tokens that are none get no expert; None if all are.
+        is_valid: mask of the tokens to route, [T] bool; the others get no expert. None to route
+            all.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        Expert ids [T, k] int32 (-1 for a token without experts) and weights [T, k] float32
-        (float64 if x is; 0 there).
+        Expert ids [T, k] int32, -1 for a token without experts, and weights [T, k] float32 (float64
+        if x is), 0 for such a token.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above, or k is not within 1..E.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above, or k is not within 1..E.
     """
     sizes = check(
         "route_biased",
@@ -137,19 +140,19 @@ def swiglu(
     """Clamped SwiGLU: silu(min(gate, limit)) * clamp(up, -limit, limit).
 
     Args:
-        gate: [T, I] any float dtype; clamped from above only.
-        up: [T, I] like gate.
-        limit: positive; infinity for no clamp.
-        codes: the result, quantised (see ``formats.quantized_rows``), or None.
-        code_scales: its scales, with ``codes``.
+        gate: gate projection, [T, I] any float dtype; clamped from above only.
+        up: up projection, [T, I] of gate's dtype; clamped on both sides.
+        limit: bound of the clamps, positive; infinity for none.
+        codes: buffer for the result quantised to FP8 (see ``formats.quantized_rows``), or None.
+        code_scales: buffer for the scales of ``codes``, given if and only if ``codes`` is.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, I] in gate's dtype, computed in float32 (float64 for float64) and rounded once.
+        Result [T, I] in gate's dtype, computed in float32 (float64 for float64) and rounded once.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape differs from the above, or limit is not positive.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above, or limit is not positive.
     """
     check("swiglu", gate=(gate, "T I", FLOATS), up=(up, "T I", gate.dtype))
     require(limit > 0, "swiglu", "limit", "positive", limit)
@@ -177,54 +180,55 @@ def experts(
     global_scales: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Run each token through its experts and add up.
+    """Run each token through its experts and add up their outputs.
 
         y[t] = shared[t] + sum_j w2_e (weights[t, j] * swiglu(w1_e x[t], w3_e x[t])),  e = ids[t, j]
 
-    The weight is multiplied in before w2, as in DeepSeek's reference, so that where activations
-    are quantised it is part of what w2's input quantiser sees; transformers and vLLM multiply
-    after w2, which differs by rounding only. The inner product of the two halves and the weight is
-    formed in float32 and rounded once to x's dtype; every product is rounded to x's dtype; the sum
-    over experts and ``shared`` is float32 (float64 for float64 x) and rounded once.
+    The weight is multiplied in before w2, as in DeepSeek's reference, so if activations are
+    quantised, w2's input is quantised with the weight included; transformers and vLLM multiply
+    after w2, which only differs by rounding. The product of the two halves and the weight is
+    computed in float32 and rounded once to x's dtype; every GEMM's result is rounded to x's dtype;
+    the sum over experts and ``shared`` is float32 (float64 for float64 x) and rounded once.
 
-    Weights are lists, one tensor an expert, so that memory-mapped files are used in place; or each
-    is one tensor whose first dimension is E, which the host is done with sooner: lists of 256 take
-    it a millisecond a call. Only experts that have tokens are touched. Because Python picks them,
-    the torch backend copies the ids (or their counts) to the host once a call on devices other than
-    the CPU.
+    Weights are lists, one tensor an expert, so that memory-mapped files are used in place; or one
+    tensor each with a first dimension E, which costs less on the host: lists of 256 take it a
+    millisecond a call. Only experts that have tokens are read. The torch backend picks them in
+    Python, so on devices other than the CPU it copies the ids (or their counts) to the host once a
+    call.
 
     Args:
-        x: [T, D] any float dtype.
-        ids: [T, K] int32, global expert ids; those outside [expert_offset, expert_offset + E)
-            are skipped, whatever their weight.
-        weights: [T, K] float32 or float64.
-        w1: E gate projections of one dtype: [I, D] float ("plain"), uint8 e4m3 codes [I, D]
-            ("fp8"), or uint8 packed e2m1 [I, D/2] ("mxfp4" and "nvfp4").
-        w3: E up projections like w1.
-        w2: E down projections [D, I], likewise.
-        s1: scales of w1: [] ("plain"), uint8 or float32 [ceil(I/b), ceil(D/b)] with b =
-            quant_block ("fp8"), uint8 [I, D/32] ("mxfp4"), or uint8 e4m3 codes [I, D/16] ("nvfp4").
-        s3: scales of w3, likewise.
-        s2: scales of w2, likewise.
-        weight_format: "plain", "fp8", "mxfp4" or "nvfp4".
-        swiglu_limit: positive, see ``swiglu``.
-        quantize_activations: with "fp8" and "mxfp4", quantise the inputs of w1, w3 and w2 to e4m3
-            in blocks of channels; no effect on the others.
+        x: activations of the tokens, [T, D] any float dtype.
+        ids: global expert ids of each token, [T, K] int32; those outside [expert_offset,
+            expert_offset + E) are skipped, whatever their weight.
+        weights: routing weights of each token's experts, [T, K] float32 or float64.
+        w1: gate projections of the E experts, of one dtype: float [I, D] ("plain"), uint8 e4m3
+            codes [I, D] ("fp8"), or uint8 packed e2m1 [I, D/2] ("mxfp4" and "nvfp4").
+        w3: up projections of the E experts, of w1's shape and dtype.
+        w2: down projections of the E experts, [D, I] in the same format.
+        s1: scales of w1, one for each expert: none, [] ("plain"), uint8 or float32 [ceil(I/b),
+            ceil(D/b)] with b = quant_block ("fp8"), uint8 [I, D/32] ("mxfp4"), or uint8 e4m3 codes
+            [I, D/16] ("nvfp4").
+        s3: scales of w3, of the same form.
+        s2: scales of w2, of the same form for [D, I].
+        weight_format: format of the weights, "plain", "fp8", "mxfp4" or "nvfp4".
+        swiglu_limit: bound of SwiGLU's clamps, positive, see ``swiglu``.
+        quantize_activations: True to quantise the inputs of w1, w3 and w2 to e4m3 in blocks of
+            channels; only used for "fp8" and "mxfp4".
         expert_offset: global id of the first expert in the lists (expert parallelism).
-        shared: [T, D] of x's dtype, the shared expert's output, or None.
-        quant_block: rows and columns of an FP8 weight, and channels of activations, that share a
-            scale: 128 in DeepSeek-V4, 32 in V4.1.
-        global_scales: float32 [E, 3] with "nvfp4", factors of each expert's w1, w3 and w2; else
+        shared: output of the shared expert to add, [T, D] of x's dtype; or None.
+        quant_block: number of rows and columns of an FP8 weight, and of channels of activations,
+            that share a scale: 128 in DeepSeek-V4, 32 in V4.1.
+        global_scales: factors of each expert's w1, w3 and w2 for "nvfp4", float32 [E, 3]; else
             None.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, D] in x's dtype.
+        Sum over experts and ``shared``, [T, D] in x's dtype.
 
     Raises:
-        TypeError: a dtype differs from the above.
-        ValueError: a shape or a list's length differs from the above, an unknown weight_format,
-            or a limit that is not positive. Every tensor of a list is examined.
+        TypeError: if an argument has another dtype than above.
+        ValueError: if a shape or a list's length differs from above, weight_format is unknown, or
+            swiglu_limit is not positive. Every tensor of a list is examined.
     """
     name = "experts"
     require(weight_format in _FORMATS, name, "weight_format", f"one of {_FORMATS}", weight_format)
@@ -276,7 +280,7 @@ def experts(
 
 def _experts_support(*args: object, **kwargs: object) -> Support:
     for value in (*args, *kwargs.values()):
-        # The contract has found a list's tensors alike.
+        # The contract has checked that a list's tensors are alike.
         if isinstance(value, list) and value and value[0].dtype == torch.float64:
             return Support(False, "computes in float32, but the experts are float64")
     return float32_support(*args, **kwargs)
@@ -284,7 +288,7 @@ def _experts_support(*args: object, **kwargs: object) -> Support:
 
 _FAMILY = "anymla.ops.moe"
 _TRITON = f"{_FAMILY}.triton_"
-# torch's routers are the reference's, which look at no values and are as fast on a CPU as others.
+# torch's routers are the reference's: they read no values on the host and are as fast on a CPU.
 for _operation, _torch in (
     (route_hash, "reference"),
     (route_biased, "reference"),

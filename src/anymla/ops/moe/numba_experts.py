@@ -1,4 +1,4 @@
-"""Routed experts of few tokens on a CPU, packed weights decoded in registers as they are read."""
+"""Routed experts for few tokens on a CPU; packed weights are decoded in registers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from anymla.ops.streams import flush_stream_wait
 
 
 class _NumbaMlps(ExpertMlps):
-    """Products of all experts together, so that threads share them out."""
+    """Expert products that are computed together, so that threads share them."""
 
     def gates_and_ups(self, parts: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-        """See ``ExpertMlps``."""
+        """Compute ``ExpertMlps.gates_and_ups`` in one call of ``multiply``."""
         gates = [self._of(rows, self.w1[e], self.s1[e]) for rows, e in parts]
         ups = [self._of(rows, self.w3[e], self.s3[e]) for rows, e in parts]
         outs = multiply(gates + ups)
@@ -25,12 +25,12 @@ class _NumbaMlps(ExpertMlps):
         return torch.cat(outs[: len(parts)]).to(dtype), torch.cat(outs[len(parts) :]).to(dtype)
 
     def downs(self, parts: list[tuple[Tensor, int]]) -> Tensor:
-        """See ``ExpertMlps``."""
+        """Compute ``ExpertMlps.downs`` in one call of ``multiply``."""
         outs = multiply([self._of(rows, self.w2[e], self.s2[e]) for rows, e in parts])
         return torch.cat(outs).to(parts[0][0].dtype)
 
     def fits_batched(self, rows: Tensor, count: int) -> bool:
-        """Never: nothing is gained by copying weights together."""
+        """Return False: copying weights into one batch gains nothing here."""
         return False
 
     def _of(self, rows: Tensor, codes: Tensor, scale: Tensor) -> Product:
@@ -56,7 +56,7 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """See interface.experts."""
+    """Backend of ``interface.experts`` in numba; see its contract."""
     flush_stream_wait()
     if weight_format == "plain":
         out: Tensor = plain_experts(  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Routers, SwiGLU and plain experts of few tokens on a CPU."""
+"""Routers, SwiGLU and plain experts for few tokens on a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from anymla.ops.moe.reference import SUM_FLOOR
 
 
 def route_hash(x, gate, token_ids, tid2eid, *, scale):
-    """See ``interface.route_hash``."""
+    """Backend of ``interface.route_hash`` in numba; see its contract."""
     (tokens, width), (vocabulary, k) = x.shape, tid2eid.shape
     x, gate, token_ids = x.contiguous(), gate.contiguous(), token_ids.contiguous()
     tid2eid = tid2eid.contiguous()
@@ -39,7 +39,7 @@ def route_hash(x, gate, token_ids, tid2eid, *, scale):
 
 
 def route_biased(x, gate, bias, *, k, scale, is_valid=None):
-    """See ``interface.route_biased``."""
+    """Backend of ``interface.route_biased`` in numba; see its contract."""
     tokens, width = x.shape
     x, gate, bias = x.contiguous(), gate.contiguous(), bias.contiguous()
     ids, weights = _routed(tokens, k)
@@ -59,7 +59,7 @@ def _routed(tokens, k):
 
 @njit(cache=CACHE)
 def _score(product):
-    """The root of softplus, which torch takes to be its argument above 20."""
+    """Return sqrt(softplus(product)); above 20, softplus is the identity as in torch."""
     x = np.float64(product)
     return np.float32(math.sqrt(np.float32(x if x > 20 else math.log1p(math.exp(x)))))
 
@@ -116,7 +116,7 @@ def _biased(places, sizes, scale, ids_at, weights_at):
             scores[e] = _score(scores[e])
             ranked[e] = scores[e] + offsets[e]
             if ranked[e] != ranked[e]:
-                ranked[e] = np.inf  # torch sorts it in front
+                ranked[e] = np.inf  # torch sorts NaN first
         for i in range(k):
             best = -1
             for e in range(experts):
@@ -130,7 +130,7 @@ def _biased(places, sizes, scale, ids_at, weights_at):
 
 
 def swiglu(gate, up, limit, *, codes=None, code_scales=None):
-    """See ``interface.swiglu``."""
+    """Backend of ``interface.swiglu`` in numba; see its contract."""
     out = torch.empty(gate.shape, dtype=gate.dtype)
     gate, up = gate.contiguous(), up.contiguous()
     _swiglu_of(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), limit)
@@ -139,7 +139,7 @@ def swiglu(gate, up, limit, *, codes=None, code_scales=None):
 
 @njit(cache=CACHE, error_model="numpy")
 def _activated(gate, up, limit):
-    """``silu(min(gate, limit)) * clamp(up)``; a NaN stays one."""
+    """Return ``silu(min(gate, limit)) * clamp(up, -limit, limit)``; a NaN stays a NaN."""
     gate = limit if gate > limit else gate
     up = limit if up > limit else -limit if up < -limit else up
     return gate / (np.float32(1) + np.float32(math.exp(-gate))) * up
@@ -154,7 +154,7 @@ def _swiglu_of(gate, up, out, count, limit):
 
 
 def plain_experts(x, ids, weights, w1, w3, w2, limit, offset, shared):
-    """``interface.experts`` of bfloat16 weights."""
+    """Compute ``interface.experts`` for bfloat16 weights."""
     tokens, width = x.shape
     x, weights = x.contiguous(), weights.contiguous()
     inner = w1[0].shape[0]
@@ -167,7 +167,8 @@ def plain_experts(x, ids, weights, w1, w3, w2, limit, offset, shared):
         for e in row:
             if 0 <= e - offset < len(w1):
                 three = [each[e - offset].contiguous() for each in (w1, w3, w2)]
-                # What the contract looks at are the first; the kernel reads all by their addresses.
+                # The contract examines the first tensor of a list; the kernel reads all by their
+                # addresses.
                 if [(each.shape, each.dtype) for each in three] != firsts:
                     raise ValueError(f"experts: expert {e} is not of the first one's sizes")
                 held.append(three)
@@ -200,7 +201,7 @@ def _experts(places, sizes, chosen, limit, out):
             gemv_bf16(chosen[place], inner, wide, gate)
             gemv_bf16(chosen[place + 1], inner, wide, up)
             for each in range(inner):
-                # Products and what w2 reads are rounded, as where they are operations.
+                # Products and w2's input are rounded as separate operations would round them.
                 g, u = from_bf16(to_bf16(gate[each])), from_bf16(to_bf16(up[each]))
                 gate[each] = from_bf16(to_bf16(_activated(g, u, bound) * factors[i]))
             gemv_bf16(chosen[place + 2], width, gate, down)

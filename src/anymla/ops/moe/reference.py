@@ -1,4 +1,4 @@
-"""The mathematics of the mixture of experts, in float32 (float64 for float64 activations)."""
+"""Reference of the mixture of experts, in float32 (float64 for float64 activations)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anymla.ops._check import wide_dtype
 from anymla.ops._quantized import fill_codes
 from anymla.ops.streams import flush_stream_wait
 
-# Keeps the weights of a token whose every score underflows at 0 instead of 0 / 0.
+# Makes the weights 0 instead of 0 / 0 for a token whose every score underflows.
 SUM_FLOOR = 1e-20
 
 
@@ -34,7 +34,7 @@ def _weights(scores: Tensor, ids: Tensor, scale: float) -> Tensor:
 def route_hash(
     x: Tensor, gate: Tensor, token_ids: Tensor, tid2eid: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See interface.route_hash."""
+    """Reference of ``interface.route_hash``; see its contract."""
     known = (token_ids >= 0) & (token_ids < tid2eid.shape[0])
     ids = tid2eid[torch.where(known, token_ids, 0)]
     weights = _weights(_scores(x, gate), ids, scale)
@@ -51,7 +51,7 @@ def route_biased(
     scale: float,
     is_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See interface.route_biased."""
+    """Reference of ``interface.route_biased``; see its contract."""
     scores = _scores(x, gate)
     ranked = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices
     ids = ranked[:, :k]
@@ -70,7 +70,7 @@ def swiglu(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Tensor:
-    """See interface.swiglu."""
+    """Reference of ``interface.swiglu``; see its contract."""
     g = gate.to(wide_dtype(gate.dtype)).clamp(max=limit)
     u = up.to(wide_dtype(up.dtype)).clamp(-limit, limit)
     out = (g * torch.sigmoid(g) * u).to(gate.dtype)
@@ -97,7 +97,7 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """See interface.experts."""
+    """Reference of ``interface.experts``; see its contract."""
     flush_stream_wait()
     dtype = wide_dtype(x.dtype)
     quantized = quantize_activations and weight_format in ("fp8", "mxfp4")

@@ -1,4 +1,4 @@
-"""Routed experts on any torch device: tokens are grouped by expert, each expert runs once."""
+"""Routed experts on any torch device: tokens are grouped by expert, and each expert runs once."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from anymla.ops._gemm import (
 from anymla.ops._quantized import fill_codes
 from anymla.ops.streams import flush_stream_wait
 
-# Up to so many pairs what lies between the GEMMs is done for all experts at once, in few calls;
-# beyond, expert by expert, so that only one expert's rows are kept.
+# Most pairs for which the work between GEMMs is done for all experts at once, in few calls; with
+# more, it is done expert by expert, so that only one expert's rows are kept.
 _FEW_PAIRS = 64
 
-# One token's experts are multiplied together up to these sizes, because work on a small matrix is
-# mostly calls: quantised ones are decoded at once (16 MiB of float32), plain ones copied.
+# Most elements for which one token's experts are multiplied as a batch, since call overhead
+# dominates on small matrices: decoded elements if quantised (16 MiB of float32), copied ones if
+# plain.
 _DECODED_ELEMENTS = 1 << 22
 _COPIED_ELEMENTS = 1 << 20
 
@@ -41,7 +42,7 @@ def swiglu(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Tensor:
-    """See interface.swiglu."""
+    """Backend of ``interface.swiglu`` in torch; see its contract."""
     out = _swiglu(gate, up, limit).to(gate.dtype)
     fill_codes(out, codes, code_scales)
     return out
@@ -55,7 +56,7 @@ def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMlps:
-    """The experts of a call; rows [n, D] or [n, I] are already quantised if the call quantises."""
+    """Experts of one call, for rows [n, D] or [n, I] that are quantised if the call quantises."""
 
     w1: list[Tensor] | Tensor
     w3: list[Tensor] | Tensor
@@ -70,32 +71,32 @@ class ExpertMlps:
     global_scales: Tensor | None = None
 
     def operand(self, rows: Tensor) -> Tensor:
-        """Rows as the GEMMs take them. Quantised once here: w1 and w3 share their input."""
+        """Return rows as GEMMs take them, quantised once for w1 and w3, which share their input."""
         return rounded_to_fp8(rows, rows.dtype, self.block) if self.quantized else rows
 
     def gate(self, rows: Tensor, e: int) -> Tensor:
-        """Rows through w1 of expert e."""
+        """Multiply rows by w1 of expert e."""
         return self._product(rows, self.w1, self.s1, e, 0)
 
     def up(self, rows: Tensor, e: int) -> Tensor:
-        """Rows through w3 of expert e."""
+        """Multiply rows by w3 of expert e."""
         return self._product(rows, self.w3, self.s3, e, 1)
 
     def down(self, rows: Tensor, e: int) -> Tensor:
-        """Rows through w2 of expert e."""
+        """Multiply rows by w2 of expert e."""
         return self._product(rows, self.w2, self.s2, e, 2)
 
     def gates_and_ups(self, parts: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-        """Gates and ups [n, I] of parts, each rows and their expert."""
+        """Return gates and ups [n, I] of parts, each of which is rows and their expert."""
         gate = torch.cat([self.gate(rows, e) for rows, e in parts])
         return gate, torch.cat([self.up(rows, e) for rows, e in parts])
 
     def downs(self, parts: list[tuple[Tensor, int]]) -> Tensor:
-        """Rows through w2 of their experts, [n, D]."""
+        """Multiply each part's rows by w2 of its expert: [n, D]."""
         return torch.cat([self.down(rows, e) for rows, e in parts])
 
     def inner(self, gate: Tensor, up: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """Input [n, I] of w2, the routing weights [n] included."""
+        """Return w2's input [n, I], which includes the routing weights [n]."""
         return self.operand(_swiglu(gate, up, self.limit).mul_(weights.unsqueeze(1)).to(dtype))
 
     def _product(
@@ -119,19 +120,19 @@ class ExpertMlps:
         return functional.linear(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
 
     def fits_batched(self, rows: Tensor, count: int) -> bool:
-        """Whether ``count`` experts are few enough values to multiply a row as one batch."""
+        """Return True if ``count`` experts are small enough to multiply a row as one batch."""
         if self.global_scales is not None:
             return False
         inner, d = self.w1[0].shape[0], rows.shape[1]
         if self.weight_format == "plain":
             return 2 * count * inner * d <= _COPIED_ELEMENTS
-        # Scales of square blocks stay with their rows only if every matrix is whole blocks.
+        # Square blocks of scales only stay with their rows if every matrix has whole blocks.
         whole = self.weight_format == "mxfp4" or (inner % self.block == 0 and d % self.block == 0)
         small = 2 * count * inner * d <= _DECODED_ELEMENTS
         return whole and small
 
     def gate_up_batched(self, rows: Tensor, chosen: list[int]) -> Tensor:
-        """Gates, then ups, of the chosen experts for one row [1, D]: [2, n, I]."""
+        """Return gates and then ups of the chosen experts for one row [1, D]: [2, n, I]."""
         weights = [self.w1[e] for e in chosen] + [self.w3[e] for e in chosen]
         if self.weight_format == "plain":
             matrix = torch.cat(weights)
@@ -144,7 +145,7 @@ class ExpertMlps:
         return out.view(2, len(chosen), -1)
 
     def down_batched(self, rows: Tensor, chosen: list[int]) -> Tensor:
-        """Row i of [n, I] through w2 of the i-th chosen expert: [n, D]."""
+        """Multiply row i of [n, I] by w2 of the i-th chosen expert: [n, D]."""
         if self.weight_format == "plain":
             batch = torch.stack([self.w2[e] for e in chosen])
             dtype = torch.promote_types(rows.dtype, batch.dtype)
@@ -157,7 +158,7 @@ class ExpertMlps:
         else:
             matrices = dequantize_mxfp4(codes, scales, dtype)
         matrices = matrices.view(len(chosen), -1, rows.shape[1])
-        # A row times each matrix: as columns, the same products take seven times as long on a CPU.
+        # Rows times matrices: with columns, the same products take seven times as long on a CPU.
         out = torch.bmm(rows.to(matrices.dtype).unsqueeze(1), matrices.transpose(1, 2))
         return out.squeeze(1).to(rows.dtype)
 
@@ -181,7 +182,7 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """See interface.experts."""
+    """Backend of ``interface.experts`` in torch; see its contract."""
     flush_stream_wait()
     quantized = quantize_activations and weight_format in ("fp8", "mxfp4")
     mlps = ExpertMlps(
@@ -198,7 +199,7 @@ def experts(
 
 
 def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:
-    """One token of plain experts in its own dtype: products in place, the rest in one go."""
+    """Run one token through plain experts in its own dtype, with a few batched calls."""
     dtype, count = wide_dtype(x.dtype), len(mlps.w1)
     chosen = [e - offset for e in ids[0].tolist()]
     weight = weights[0]
@@ -217,7 +218,7 @@ def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, off
 
 
 def total_of_few(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:
-    """The sum over every token's experts, before it is rounded: all pairs at once."""
+    """Sum over every token's experts before rounding, computing all pairs together."""
     tokens, k = ids.shape
     dtype = wide_dtype(x.dtype)
     segments, order = _segments([e - offset for e in ids.flatten().tolist()], len(mlps.w1))
@@ -245,13 +246,13 @@ def total_of_few(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offs
     out = mlps.downs([(inner[start:stop], e) for e, start, stop in segments])
     if tokens == 1:
         return out.sum(0, keepdim=True, dtype=dtype)
-    # Every pair back to its own row: sums in the order of the columns, on any device.
+    # Each pair has its own row, so the order of the sum is that of the columns on any device.
     placed = out.new_zeros((tokens * k, x.shape[1])).index_copy_(0, index, out)
     return placed.view(tokens, k, -1).sum(1, dtype=dtype)
 
 
 def _segments(chosen: list[int], count: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Positions of ``chosen`` sorted by value, and (value, start, stop) of each value."""
+    """Sort ``chosen``: return (value, start, stop) of each value, and the sorted positions."""
     places: dict[int, list[int]] = {}
     for place, e in enumerate(chosen):
         if 0 <= e < count:
@@ -284,6 +285,6 @@ def _total_of_many(
         at = token[start:stop]
         rows = given.index_select(0, at)
         inner = mlps.inner(mlps.gate(rows, e), mlps.up(rows, e), weight[start:stop], x.dtype)
-        # A token occurs once among an expert's rows, so the order of the sum does not vary.
+        # A token occurs once among an expert's rows, so the order of its sum is fixed.
         total.index_add_(0, at, mlps.down(inner, e).to(dtype))
     return total

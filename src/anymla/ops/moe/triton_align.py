@@ -1,14 +1,14 @@
-"""Group (token, expert) pairs by expert on the device, in blocks of BLOCK_M pairs of one expert.
+"""Grouping of (token, expert) pairs by expert on the device, in blocks of BLOCK_M pairs.
 
-    pairs of lower experts -> where mine begin;  my pairs -> sorted_pairs, in blocks
+    pairs of lower experts -> start of an expert's pairs;  its pairs -> sorted_pairs, in blocks
 
-Grid: experts. A CTA passes over all pairs, so that nothing is sorted and nothing is exchanged, and
-grids depend on shapes only.
+Grid: one CTA for each expert. A CTA reads all pairs, so nothing is sorted or exchanged, and grids
+depend on shapes only.
 
-``align`` leaves gaps: expert e owns the blocks from begin // BLOCK_M + e on, which its pairs always
-fit in, whatever the others have; those it does not need are marked as nobody's. The persistent
-kernel on Hopper shares out blocks evenly, so those of ``align_and_quantize`` follow each other;
-further CTAs of that launch quantise the activations to e4m3 in the order of decoded e2m1.
+``align`` leaves gaps: expert e owns the blocks from begin // BLOCK_M + e on, which always suffice
+for its pairs; unused blocks get expert -1. The persistent kernel on Hopper divides blocks evenly,
+so the blocks of ``align_and_quantize`` are adjacent; further CTAs of that launch quantise the
+activations to e4m3 in the order of decoded e2m1.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from anymla.ops.streams import scratch
 
 @dataclasses.dataclass(frozen=True)
 class AlignedPairs:
-    """Pairs by expert.
+    """Pairs sorted by expert, and the blocks that they form.
 
     Attributes:
-        sorted_pairs: int32 [P], the pairs of each expert side by side, ascending.
-        blocks: int32, three rows of ``count``: a block's expert (or -1), its first and end place in
-            ``sorted_pairs``. Without gaps the number of blocks follows, and experts are not -1.
-        count: blocks there are at most.
+        sorted_pairs: numbers of the pairs, int32 [P]; each expert's are adjacent and ascending.
+        blocks: for each block its expert (or -1) and its first and end place in ``sorted_pairs``,
+            int32 in three rows of ``count``. Blocks without gaps are followed by their number, and
+            no expert is -1.
+        count: largest possible number of blocks.
     """
 
     sorted_pairs: Tensor
@@ -77,7 +78,7 @@ def align_kernel(
 
 
 def align(ids: Tensor, experts: int, offset: int, block_m: int) -> AlignedPairs:
-    """Group the pairs of contiguous ids [T, K] in blocks of ``block_m``."""
+    """Group the pairs of contiguous ids [T, K] in blocks of ``block_m``, with gaps."""
     pairs = ids.numel()
     count = pairs // block_m + experts
     sorted_pairs = scratch((pairs,), torch.int32, ids.device)
@@ -211,9 +212,9 @@ def align_and_quantize_kernel(
 def align_and_quantize(
     x: Tensor, ids: Tensor, experts: int, offset: int, block_m: int, quant_block: int = FP8_BLOCK
 ) -> tuple[Tensor, Tensor, AlignedPairs]:
-    """Operands e4m3 [T, D] of contiguous x, their scales, and blocks without gaps.
+    """Quantise contiguous x to e4m3 operands [T, D], and group the pairs in blocks without gaps.
 
-    Scales are float32 [T, D / quant_block].
+    Returns operands, their float32 scales [T, D / quant_block], and the grouped pairs.
     """
     (rows, width), pairs = x.shape, ids.numel()
     row_blocks = width // quant_block

@@ -1,14 +1,15 @@
-"""Grouped GEMMs of the experts: a tile is rows of one expert's weight for a block of pairs.
+"""Grouped GEMMs of the experts in Triton; a tile multiplies one expert's rows by a block of pairs.
 
     gate_up   (tiles of I, blocks of pairs): w1 and w3, SwiGLU, routing weight -> inner [P, I]
     down      (tiles of D, blocks of pairs): w2 -> results [P, D]
 
-A CTA passes over all channels of its tile; blocks without pairs end at once. Two mainloops:
+A CTA passes over all channels of its tile; blocks without pairs end at once. There are two main
+loops:
 
-- Any format and size: pairs are rows of the matrix instruction, and w1 and w3 follow each other.
-- SWAP_AB: rows of the weight are, which then goes from registers into the instruction without a
-  mask; half of a tile's rows are w1's and half w3's. Every byte of a visited expert is read once
-  for up to BLOCK_M pairs, and one token still has several CTAs an SM.
+- Any format and size: pairs are rows of the matrix instruction, and w1 is multiplied before w3.
+- SWAP_AB: the weight's rows are rows of the instruction, so the weight goes from registers into it
+  without a mask; half of a tile's rows are w1's and half w3's. Every byte of a visited expert is
+  read once for up to BLOCK_M pairs, and one token still has several CTAs an SM.
 """
 
 from __future__ import annotations
@@ -227,12 +228,13 @@ def down_kernel(
 
 
 def grouped_gemm(inputs: ExpertInputs, results: Tensor, config: GemmConfig) -> None:
-    """Write what every pair's expert makes of its token to results [P, D].
+    """Write each pair's product, its expert's output for its token, to results [P, D].
 
     Args:
-        inputs: the call.
-        results: contiguous; pairs without an expert here are not written.
-        config: see ``choose_config``.
+        inputs: arguments of the ``experts`` call.
+        results: buffer to write, contiguous; rows of pairs without an expert here are left as they
+            are.
+        config: tile and pipeline from ``choose_config``.
     """
     ids, shape, device = inputs.ids, inputs.shape, inputs.x.device
     sorted_pairs, blocks, count = None, None, shape.pairs
@@ -262,7 +264,11 @@ def _launches(
     strides: tuple[tuple[int | None, int | None], tuple[int | None, int | None]],
     device: torch.device,
 ) -> tuple[PreparedLaunch, PreparedLaunch]:
-    """``given``: blocks, the first expert's id, SwiGLU's limit, and the unit of distances."""
+    """Prepare both launches.
+
+    ``given`` are the block count, the first expert's id, SwiGLU's limit, and the unit of address
+    distances.
+    """
     count, offset, limit, unit = given
     options = _constants(config, formats, target_of(device))
     options |= {"W_UNIT": unit, "num_warps": config.num_warps}
@@ -284,7 +290,7 @@ def _launches(
 def _row_strides(
     weight: ExpertTensors, scale: ExpertTensors, config: GemmConfig
 ) -> tuple[int | None, int | None]:
-    """From one row to the next, of contiguous matrices; the plain mainloop derives them."""
+    """Return elements between rows of weight and scale; None if the main loop derives them."""
     if not config.swap_ab or not weight.count or not scale.count:
         return None, None
     return weight.shape[1], scale.shape[1]
@@ -293,7 +299,7 @@ def _row_strides(
 def _operands(
     rows: Tensor, inputs: ExpertInputs, config: GemmConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Activations [n, K] as the kernels take them, and their scales."""
+    """Return activations [n, K] as the kernels take them, and their scales."""
     if config.swap_ab:
         return operand_rows(
             rows,

@@ -1,13 +1,13 @@
-"""Launch the routed experts: two grouped GEMMs, and the sum over a token's experts.
+"""Launch of the routed experts in Triton: two grouped GEMMs, and the sum over a token's experts.
 
-    align     (token, expert) pairs by expert, in blocks
+    align     group (token, expert) pairs by expert, in blocks
     gate_up   gate and up, SwiGLU, routing weight -> inner [P, I]
     down      inner -> results [P, D]
-    combine   (tokens, blocks of D): results of the token's pairs in the order of its columns,
-              shared
+    combine   (tokens, blocks of D): sum of a token's pairs in the order of its columns, plus
+              ``shared``
 
-Alignment and GEMMs are those of ``triton_align`` and ``triton_grouped_gemm``;
-``gluon_sm90_launch`` puts its own in their place.
+Alignment and GEMMs are in ``triton_align`` and ``triton_grouped_gemm``; ``gluon_sm90_launch``
+replaces them by its own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.experts``."""
+    """Backend of ``interface.experts`` in Triton; see its contract."""
     projections = [ExpertTensors(each) for each in (w1, w3, w2, s1, s3, s2)]
     return run_experts(
         _multiply, x, ids, weights, projections, weight_format=weight_format,
@@ -111,21 +111,22 @@ def run_experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """``interface.experts`` with ``multiply`` for what every pair's expert makes of its token.
+    """Run ``interface.experts`` with ``multiply`` for the grouped GEMMs.
 
     Args:
-        multiply: writes results [P, D] of the inputs' pairs; those without an expert are not read.
-        x: see ``interface.experts``, as the others.
-        ids: likewise.
-        weights: likewise.
-        projections: w1, w3, w2, s1, s3, s2.
-        weight_format: likewise.
-        swiglu_limit: likewise.
-        quantize_activations: likewise.
-        expert_offset: likewise.
-        shared: likewise.
-        quant_block: likewise.
-        global_scales: float32 [E, 3] or None, see ``interface.experts``.
+        multiply: function that writes results [P, D] of the inputs' pairs; pairs without an expert
+            here are not read.
+        x: activations, as in ``interface.experts``.
+        ids: expert ids, as in ``interface.experts``.
+        weights: routing weights, as in ``interface.experts``.
+        projections: tensors of w1, w3, w2, s1, s3 and s2, in this order.
+        weight_format: format of the weights, as in ``interface.experts``.
+        swiglu_limit: bound of SwiGLU's clamps, positive.
+        quantize_activations: True to quantise activations, as in ``interface.experts``.
+        expert_offset: global id of the first expert.
+        shared: output of the shared expert to add, [T, D]; or None.
+        quant_block: number of channels that share a scale.
+        global_scales: factors of "nvfp4" weights, float32 [E, 3]; else None.
     """
     (tokens, d), k = x.shape, ids.shape[1]
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
@@ -150,7 +151,7 @@ def run_experts(
     results = scratch((tokens * k, d), x.dtype, x.device)
     if k and w1.count:
         multiply(inputs, results)
-    # Whether what is added last is still being made on another CUDA stream.
+    # No PDL if another CUDA stream may still be writing the shared expert's output.
     pdl = not has_deferred_wait() and (shared is None or shared.is_contiguous())
     flush_stream_wait()
     shared = None if shared is None else shared.contiguous()
@@ -166,7 +167,7 @@ def _combination(
     tokens, d, k = sizes
     return PreparedLaunch(
         combine_kernel,
-        # Tokens first: only the first axis of a grid holds more than 65,535 CTAs.
+        # Tokens come first, since only the first axis of a grid can exceed 65,535 CTAs.
         (tokens, cdiv(d, COMBINE_CHANNELS)),
         offset,
         experts,

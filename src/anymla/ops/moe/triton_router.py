@@ -1,9 +1,9 @@
-"""Routers: float32 scores of all experts, then a token's top-k of them, or those of a table.
+"""Routers in Triton: float32 scores of all experts, then each token's top-k or table experts.
 
 Grids:
 
-    logits    (blocks of experts, blocks of tokens, splits of D) -> partial [splits, T, E]
-    route     blocks of TOKENS tokens; splits are added in order, then K times the maximum in
+    logits    (blocks of experts, blocks of tokens, splits of D) -> partial sums [splits, T, E]
+    route     blocks of TOKENS tokens: add the splits in order, then take the maximum K times in
               registers
 """
 
@@ -152,7 +152,7 @@ def route_kernel(
 
 
 def _same_dtype(x: torch.dtype, gate: torch.dtype) -> bool:
-    """Whether matrix instructions take both operands of the scores as they are."""
+    """Return True if matrix instructions take both operands of the scores unconverted."""
     return x == gate and x != torch.float32
 
 
@@ -184,7 +184,7 @@ def _route(
 def _routing(
     sizes: tuple[int, int, int, int, int], same_dtype: bool, scale: float, device: torch.device
 ) -> tuple[PreparedLaunch, PreparedLaunch, int]:
-    """Of tokens, experts, channels, K and a table's rows; both kernels, and splits of channels."""
+    """Prepare both launches for (tokens, experts, channels, K, table rows); return also splits."""
     tokens, experts, width, k, listed = sizes
     target = target_of(device)
     config = choose_router_config(tokens, experts, width, same_dtype, target)
@@ -226,7 +226,7 @@ def _routing(
 def route_hash(
     x: Tensor, gate: Tensor, token_ids: Tensor, tid2eid: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.route_hash``."""
+    """Backend of ``interface.route_hash`` in Triton; see its contract."""
     table, k = tid2eid.contiguous(), tid2eid.shape[1]
     return _route(x, gate, k, scale, token_ids=token_ids.contiguous(), table=table)
 
@@ -240,7 +240,7 @@ def route_biased(
     scale: float,
     is_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.route_biased``."""
+    """Backend of ``interface.route_biased`` in Triton; see its contract."""
     if is_valid is not None:
         is_valid = is_valid.contiguous().view(torch.uint8)
     return _route(x, gate, k, scale, bias=bias.contiguous(), is_valid=is_valid)

@@ -1,13 +1,13 @@
-"""Activations of (token, expert) pairs as operands of the W4A8 GEMMs, sorted by expert.
+"""Quantised activations of (token, expert) pairs, sorted by expert, as operands of W4A8 GEMMs.
 
-    blocks with gaps -> blocks side by side, and how many there are
+    blocks with gaps -> adjacent blocks, and their number
     rows of sorted pairs -> e4m3 [P, K] in the order of decoded weights, scales [K / 128, N] a block
 
-Scales of a block lie by themselves, because TMA begins at multiples of 16 bytes.
+The scales of a block are contiguous, because TMA starts at multiples of 16 bytes.
 
-Of 128 channels the instruction that is j-th takes eight of every 32: channel 32 t + 8 j + 2 b + h
-is its 16 h + 4 t + b-th. So a thread of a row's four has 16 bytes of packed codes that lie side by
-side, all with one scale.
+Of 128 channels, instruction j takes eight of every 32: channel 32 t + 8 j + 2 b + h becomes its
+operand 16 h + 4 t + b. So each of the four threads of a row has 16 adjacent bytes of packed codes,
+all with one scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 _AT_ONCE = 1024
-# Rows of a CTA, and their quant blocks.
+# Rows of a CTA, and quant blocks of each row.
 _ROWS, _QUANT_BLOCKS = 4, 8
 
 
@@ -54,7 +54,7 @@ def close_gaps_kernel(blocks, closed, count, AT_ONCE: tl.constexpr, PDL: tl.cons
 
 
 def align_closely(ids: Tensor, experts: int, offset: int, block_m: int) -> AlignedPairs:
-    """As ``align``, in blocks without gaps between them and their number behind them."""
+    """Group pairs as ``align`` does, but in adjacent blocks that are followed by their number."""
     aligned = align(ids, experts, offset, block_m)
     closed = scratch((3 * aligned.count + 1,), torch.int32, ids.device)
     launch = _closing(aligned.count, ids.device)
@@ -117,14 +117,14 @@ def quantize_pairs_kernel(
 def quantize_pairs(
     x: Tensor, pairs: int, aligned: AlignedPairs, block_m: int, per_token: int
 ) -> tuple[Tensor, Tensor]:
-    """Operands e4m3 [pairs, K] of contiguous x, and their scales [blocks * K / 128, block_m].
+    """Quantise contiguous x to e4m3 operands [pairs, K] and scales [blocks * K / 128, block_m].
 
     Args:
-        x: rows of tokens, or with ``per_token`` 0 of sorted pairs.
-        pairs: all, also those that have no expert here.
-        aligned: see ``align_closely``.
-        block_m: pairs of a block.
-        per_token: pairs of a token.
+        x: rows of tokens, or of sorted pairs if ``per_token`` is 0.
+        pairs: number of all pairs, including those without an expert here.
+        aligned: grouped pairs from ``align_closely``.
+        block_m: number of pairs in a block.
+        per_token: number of pairs of a token, or 0.
     """
     width = x.shape[1]
     codes = scratch((pairs, width), torch.uint8, x.device)

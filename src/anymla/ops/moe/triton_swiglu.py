@@ -1,4 +1,4 @@
-"""Clamped SwiGLU. Grid: (rows, blocks of a row)."""
+"""Clamped SwiGLU in Triton. Grid: (rows, blocks of a row)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def swiglu_kernel(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[n, width] with neighbours next to each other; halves of a wider row stay where they are."""
+    """Return x as [n, width] with unit stride in a row; halves of wider rows are not copied."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -82,7 +82,7 @@ def swiglu(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.swiglu``."""
+    """Backend of ``interface.swiglu`` in Triton; see its contract."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         gates, ups = _rows(gate), _rows(up)

@@ -1,4 +1,4 @@
-"""Root-mean-square norms, rotary positions, and the insertion of rotated keys."""
+"""RMS norms, rotary position embedding, and insertion of rotated keys into a cache."""
 
 from anymla.ops.norm_rope.interface import (
     fused_q_kv_rmsnorm,

@@ -26,17 +26,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
     """Normalise rows by their root mean square: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Args:
-        x: [..., D] floating point, any strides.
-        weight: [D] floating point.
-        eps: added to the mean square.
+        x: rows to normalise, [..., D] floating point, any strides.
+        weight: weight of the norm, [D] floating point.
+        eps: number added to the mean square.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [..., D] of x's dtype, contiguous. Statistics and products in float32 (float64 for float64
-        x), rounded once.
+        Normalised rows [..., D] of x's dtype, contiguous. Statistics and products are float32
+        (float64 for float64 x), rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
 
     Source: DeepSeek-V4 reference, inference/model.py (RMSNorm).
     """
@@ -58,18 +58,20 @@ def rope(
     ``even' = even cos - odd sin``, ``odd' = odd cos + even sin``; the other channels pass.
 
     Args:
-        x: [T, H, D] floating point, any strides. D even.
-        positions: [T] int64. Read clamped to the table, so padding tokens may hold anything.
-        cos_sin_cache: [L, R] float32 (or float64), cosines in columns 0..R/2-1, sines after them.
-            1 <= L, R even, 2 <= R <= D.
-        inverse: rotate backwards (sines negated).
+        x: heads of the tokens, [T, H, D] floating point, any strides; D even.
+        positions: positions of the tokens, [T] int64; clamped to the table, so padding tokens may
+            hold anything.
+        cos_sin_cache: rotary table, [L, R] float32 (or float64), cosines in columns 0..R/2-1, sines
+            after them; L >= 1, R even, 2 <= R <= D.
+        inverse: True to rotate backwards (sines negated).
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T, H, D] of x's dtype, contiguous; float32 products (float64 for float64 x), rounded once.
+        Rotated heads [T, H, D] of x's dtype, contiguous; products are float32 (float64 for float64
+        x), rounded once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
 
     Source: DeepSeek-V4 reference, inference/model.py (apply_rotary_emb).
     """
@@ -92,20 +94,21 @@ def fused_q_kv_rmsnorm(
     """Apply ``rms_norm`` to the two slices of the fused query/key-value projection.
 
     Args:
-        qr: [T, Q] floating point; a strided view of the fused output is fine.
-        kv: [T, D] floating point; likewise.
-        q_weight: [Q] floating point.
-        kv_weight: [D] floating point.
-        eps: added to the mean squares.
-        codes: the first result, quantised (see ``formats.quantized_rows``), or None.
-        code_scales: its scales, with ``codes``.
+        qr: query latents, [T, Q] floating point; may be a strided view of the fused output.
+        kv: key-value rows, [T, D] floating point; may be a strided view of the fused output.
+        q_weight: weight of the queries' norm, [Q] floating point.
+        kv_weight: weight of the key-value norm, [D] floating point.
+        eps: number added to the mean squares.
+        codes: buffer for the normed qr quantised to FP8 (see ``formats.quantized_rows``), or None.
+        code_scales: buffer for the scales of ``codes``, given if and only if ``codes`` is.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        ([T, Q] of qr's dtype, [T, D] of kv's dtype), contiguous; rounded once each.
+        Normed qr [T, Q] of qr's dtype and normed kv [T, D] of kv's dtype, contiguous, each rounded
+        once.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: if a dtype, shape or device is wrong.
 
     Source: DeepSeek-V4 reference, inference/model.py (q_norm, kv_norm).
     """
@@ -136,33 +139,34 @@ def qnorm_rope_kv_insert(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Norm and rotate the query heads; rotate the key-value rows and store them in the cache.
+    """Norm and rotate query heads; rotate key-value rows and store them in the cache.
 
     ``q'[t, h] = rope(q[t, h] / sqrt(mean(q[t, h]^2) + eps), positions[t])``, without a weight;
     ``cache[slot_mapping[n]] = encode(rope(kv[n], positions[n]))``.
 
     Args:
-        q: [T, H, D] floating point.
-        kv: [T, D] floating point, already normed; not modified.
-        k_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride; written.
-        slot_mapping: [N] int64, N <= T, ``page * B + offset`` of the first N tokens. Slots outside
-            the cache (negative, or past its end) are skipped; valid slots are distinct.
-        positions: [T] int64. Read clamped to the table.
-        cos_sin_cache: [L, R] float32 (or float64), as in ``rope``.
-        eps: added to the mean square.
-        layout: layout id of the cache, of D channels.
-        out: [T, H, D] of q's dtype to write q' into, or None.
+        q: query heads of the tokens, [T, H, D] floating point.
+        kv: key-value rows that are already normed, [T, D] floating point; not modified.
+        k_cache: cache to write, [P, B, row] (or [P, B, 1, row]) in ``layout``, any page stride.
+        slot_mapping: slots ``page * B + offset`` of the first N <= T tokens, [N] int64. Slots
+            outside the cache (negative, or past its end) are skipped; valid slots are distinct.
+        positions: positions of the tokens, [T] int64; clamped to the table.
+        cos_sin_cache: rotary table as in ``rope``, [L, R] float32 (or float64).
+        eps: number added to the mean square.
+        layout: identifier of the cache's layout, whose rows have D channels.
+        out: buffer for q', [T, H, D] of q's dtype; None to allocate it.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        q' [T, H, D] of q's dtype (``out`` if given). All T rows, whatever their slots. float32
-        inside (float64 for float64 input), rounded once; cache rows are rounded by the layout only.
+        Query heads q' [T, H, D] of q's dtype (``out`` if given), for all T tokens whatever their
+        slots. Computed in float32 (float64 for float64 input) and rounded once; cache rows are only
+        rounded by the layout.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout.
+        TypeError, ValueError: if a dtype, shape, device or layout is wrong.
 
-    Source: DeepSeek-V4 reference, inference/model.py (Attention.forward), with the query's norm
-    and rotation in float32 throughout.
+    Source: DeepSeek-V4 reference, inference/model.py (Attention.forward), with the query's norm and
+    rotation in float32 throughout.
     """
     name = "qnorm_rope_kv_insert"
     dims = check(

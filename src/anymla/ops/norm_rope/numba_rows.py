@@ -1,4 +1,4 @@
-"""Norms, and a step's queries and cache rows, of few tokens on a CPU."""
+"""Norms, and a step's queries and cache rows, for few tokens on a CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from anymla.ops._torch_pages import write_rows
 
 
 def rms_norm(x, weight, eps):
-    """See ``interface.rms_norm``."""
+    """Backend of ``interface.rms_norm`` in numba; see its contract."""
     width = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype)
     x, weight = x.contiguous(), weight.contiguous()
@@ -38,7 +38,7 @@ def rms_norm(x, weight, eps):
 
 
 def fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, eps, *, codes=None, code_scales=None):
-    """See ``interface.fused_q_kv_rmsnorm``."""
+    """Backend of ``interface.fused_q_kv_rmsnorm`` in numba; see its contract."""
     q_out, kv_out = torch.empty(qr.shape, dtype=qr.dtype), torch.empty(kv.shape, dtype=kv.dtype)
     qr, kv, q_weight, kv_weight = (
         qr.contiguous(), kv.contiguous(), q_weight.contiguous(), kv_weight.contiguous()
@@ -71,7 +71,7 @@ def _norms(first, second, rows, eps):
 def qnorm_rope_kv_insert(
     q, kv, k_cache, slot_mapping, positions, cos_sin_cache, eps, *, layout=MAIN_FP8, out=None
 ):
-    """See ``interface.qnorm_rope_kv_insert``."""
+    """Backend of ``interface.qnorm_rope_kv_insert`` in numba; see its contract."""
     tokens, heads, width = q.shape
     q, positions, table = q.contiguous(), positions.contiguous(), cos_sin_cache.contiguous()
     given = out
@@ -87,7 +87,7 @@ def qnorm_rope_kv_insert(
         (rows.nope, rows.block, rows.data_bytes, rows.scale_bytes),
         tables[0], tables[2], tables[3],
     )  # fmt: skip
-    if left:  # an infinity or a NaN among them
+    if left:  # some row holds an infinity or a NaN
         wide = kv[: len(slots)].float()
         rotate_(wide, freqs_cis(positions[: len(slots)], cos_sin_cache, torch.float32))
         write_rows(k_cache, slots, wide, layout)
@@ -96,7 +96,7 @@ def qnorm_rope_kv_insert(
 
 @njit(**KERNEL)
 def _queries_and_rows(places, sizes, eps, table, cache, layout, scales, inverses, codes):
-    """Rows that were left out, because they hold an infinity or a NaN."""
+    """Write queries and cache rows; return the rows left out because of an infinity or a NaN."""
     q, kv, out, slots, positions = places
     tokens, inserted, heads, width = sizes
     first, table_rows, rope = table
@@ -122,7 +122,7 @@ def _queries_and_rows(places, sizes, eps, table, cache, layout, scales, inverses
 
 @njit(**KERNEL)
 def _write_row(row, slot, cache, layout, scales, inverses, codes):
-    """Encode a row as ``formats.torch_rows.write_row`` does; False for one that it leaves."""
+    """Encode a row as ``formats.torch_rows.write_row`` does; return False if it is left out."""
     start, _, entries, stride = cache
     nope, block, data_bytes, scale_bytes = layout
     page = start + slot // entries * stride

@@ -1,4 +1,4 @@
-"""Fused norms, and norm, RoPE and insertion of a step, as formulas."""
+"""Reference of the fused norms, and of a step's norm, RoPE and insertion, in plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def norm_both(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``interface.fused_q_kv_rmsnorm`` by a backend's ``rms_norm``."""
+    """Compose ``interface.fused_q_kv_rmsnorm`` of a backend's ``rms_norm``."""
     latent = rms_norm(qr, q_weight, eps)
     fill_codes(latent, codes, code_scales)
     return latent, rms_norm(kv, kv_weight, eps)
@@ -45,7 +45,7 @@ def qnorm_rope_kv_insert(
     layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.qnorm_rope_kv_insert``."""
+    """Reference of ``interface.qnorm_rope_kv_insert``; see its contract."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = rope(rms_norm(q.to(wide), None, eps), positions, cos_sin_cache).to(q.dtype)
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies and the cosine/sine tables that every rotating operation reads."""
+"""Rotary frequencies, and the cosine/sine tables that every rotating operation reads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """How rotary frequencies are stretched for long contexts (YaRN, static: at every position).
+    """Scaling of rotary frequencies for long contexts: static YaRN, the same at every position.
 
     Pairs that rotate more than ``beta_fast`` times within the original context keep their
-    frequency, pairs that rotate less than ``beta_slow`` times are slowed down by ``factor``, a
+    frequency; pairs that rotate less than ``beta_slow`` times are slowed down by ``factor``; a
     linear ramp over the pair index joins the two. DeepSeek-V4 scales neither the tables nor the
     softmax (no mscale).
     """
@@ -26,18 +26,18 @@ class YarnScaling:
 
 
 def inv_freq(rope_dim: int, theta: float, yarn: YarnScaling | None = None) -> Tensor:
-    """Angle per position of each rotated pair: ``theta^(-2i / rope_dim)``, stretched by YaRN.
+    """Return the angle per position of each rotated pair, ``theta^(-2i / rope_dim)`` with YaRN.
 
-    Computed in float32 in the order of DeepSeek-V4's ``inference/model.py``, because at positions
-    around 10^6 one unit in the last place of a frequency is a visible angle.
+    Computed in float32, in the order of DeepSeek-V4's ``inference/model.py``: at positions around
+    10^6, one unit in the last place of a frequency is a visible angle.
 
     Args:
         rope_dim: number of rotated channels, even and positive.
         theta: base of the frequencies, > 1.
-        yarn: scaling of the layers that compress, or None.
+        yarn: scaling in layers that compress, or None.
 
     Returns:
-        [rope_dim / 2] float32, on the CPU.
+        Frequencies of the pairs, [rope_dim / 2] float32 on the CPU.
 
     Raises:
         ValueError: if ``rope_dim`` is not even and positive, or ``theta`` is not above 1.
@@ -52,7 +52,7 @@ def inv_freq(rope_dim: int, theta: float, yarn: YarnScaling | None = None) -> Te
         return freqs
 
     def pair_of(rotations: float) -> float:
-        """Index, as a real number, of the pair that rotates this often in the original context."""
+        """Return the (real) index of the pair that rotates this often in the original context."""
         wavelength = yarn.original_max_position_embeddings / (2 * math.pi * rotations)
         return rope_dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -66,18 +66,18 @@ def inv_freq(rope_dim: int, theta: float, yarn: YarnScaling | None = None) -> Te
 
 
 def cos_sin_table(inv_freq: Tensor, start: int, stop: int) -> Tensor:
-    """Table of the positions ``start .. stop - 1``: cosines in the first half, sines in the second.
+    """Return the table of positions ``start .. stop - 1``: cosines, then sines, in each row.
 
     The angle is the float32 product of position and frequency, as in DeepSeek-V4's
     ``inference/model.py``.
 
     Args:
-        inv_freq: [rope_dim / 2] float32, from ``inv_freq``.
-        start: first position, >= 0.
+        inv_freq: frequencies of the pairs from ``inv_freq``, [rope_dim / 2] float32.
+        start: first position of the table, >= 0.
         stop: one past the last position, >= ``start``.
 
     Returns:
-        [stop - start, rope_dim] float32, on the device of ``inv_freq``.
+        Rotary table, [stop - start, rope_dim] float32 on the device of ``inv_freq``.
 
     Raises:
         ValueError: if not ``0 <= start <= stop``.

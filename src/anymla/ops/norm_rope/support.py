@@ -1,4 +1,4 @@
-"""Calls that numba's norms and cache rows take."""
+"""Support checks of numba's norms and cache rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anymla.ops.device import Support
 
 
 def numba_norm_support(x: Tensor, weight: Tensor, eps: float) -> Support:
-    """``supports`` of ``rms_norm``."""
+    """Return support of numba's ``rms_norm``: few tokens on a CPU."""
     return few_tokens_support(x.numel() // max(1, x.shape[-1]), (x,), (weight,))
 
 
@@ -25,7 +25,7 @@ def numba_norms_support(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> Support:
-    """``supports`` of ``fused_q_kv_rmsnorm``."""
+    """Return support of numba's ``fused_q_kv_rmsnorm``: few tokens on a CPU."""
     if codes is not None:
         return Support(False, "rows that are not quantised as well")
     return few_tokens_support(len(qr), (qr, kv), (q_weight, kv_weight))
@@ -43,7 +43,7 @@ def numba_insert_support(
     layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> Support:
-    """``supports`` of ``qnorm_rope_kv_insert``."""
+    """Return support of numba's ``qnorm_rope_kv_insert``: few tokens on a CPU, split FP8 rows."""
     rows = get_layout(layout)
     if not isinstance(rows, SplitFp8Layout) or rows.interleaved:
         return Support(False, f"e4m3 values in a plane of their own, got {layout}")

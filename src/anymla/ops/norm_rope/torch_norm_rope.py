@@ -1,6 +1,6 @@
 """Norms of the fused projection, and a step's queries and cache rows, in torch.
 
-``rms_norm`` and ``rope`` alone are those of ``ops._torch_norm_rope``.
+``rms_norm`` and ``rope`` themselves are in ``ops._torch_norm_rope``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def qnorm_rope_kv_insert(
     layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.qnorm_rope_kv_insert``; on the host in blocks that a core's cache holds."""
+    """Backend of ``interface.qnorm_rope_kv_insert`` in torch, in blocks that fit a CPU's cache."""
     wide = torch.promote_types(q.dtype, torch.float32)
     cis = freqs_cis(positions, cos_sin_cache, wide)
     tokens, heads, width = q.shape

@@ -1,11 +1,11 @@
-"""Norm and RoPE of the query heads, RoPE and insertion of the key-value rows, in one launch.
+"""Norm and RoPE of query heads, RoPE and insertion of key-value rows, in one Triton launch.
 
-Grid, two kinds of CTAs; those whose work takes longer come first:
+Grid: two kinds of CTAs; those that take longer come first:
 
     program id | 0 .. kv_ctas - 1: ROWS tokens' kv rows -> cache entries |
                | from kv_ctas on: HEADS heads of one token -> out        |
 
-Both tiles are whole rows, which the rotation sees as pairs of channels.
+Both tiles are whole rows, which the rotation splits into pairs of channels.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def qnorm_rope_kv_insert(
     layout: str = MAIN_FP8,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``interface.qnorm_rope_kv_insert``."""
+    """Backend of ``interface.qnorm_rope_kv_insert`` in Triton; see its contract."""
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     cache, page_stride, pages, entries = cache_bytes(k_cache)
     inserted = slot_mapping.shape[0] if pages else 0
@@ -176,7 +176,7 @@ def _insertion(
     eps: float,
     device: torch.device,
 ) -> PreparedLaunch | None:
-    """Of tokens, heads, rows that are inserted and the table's shape; None without any of them."""
+    """Prepare a launch for (tokens, heads, inserted rows, table shape); None without work."""
     tokens, heads, inserted, (length, channels) = sizes
     page_stride, capacity, entries, layout = paged
     codec, target = row_codec(layout), device_facts.target_of(device)

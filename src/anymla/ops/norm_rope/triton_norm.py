@@ -1,6 +1,6 @@
-"""RMS norms of rows, with a weight.
+"""RMS norms of rows with a weight, in Triton.
 
-Grid: one CTA for the rows of a tile; the tile is whole rows of PADDED >= WIDTH channels.
+Grid: one CTA for the rows of a tile; a tile is whole rows of PADDED >= WIDTH channels.
 ``fused_q_kv_rmsnorm`` has two kinds of CTAs in one grid:
 
     program id | 0 .. q_ctas - 1: rows of qr | from q_ctas on: rows of kv |
@@ -111,7 +111,7 @@ def fused_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``interface.rms_norm``."""
+    """Backend of ``interface.rms_norm`` in Triton; see its contract."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return out
@@ -143,7 +143,7 @@ def fused_q_kv_rmsnorm(
     codes: Tensor | None = None,
     code_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.fused_q_kv_rmsnorm``."""
+    """Backend of ``interface.fused_q_kv_rmsnorm`` in Triton; see its contract."""
     q_out = torch.empty(qr.shape, dtype=qr.dtype, device=qr.device)
     kv_out = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
     tokens = qr.shape[0]

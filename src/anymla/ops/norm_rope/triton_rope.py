@@ -1,7 +1,7 @@
-"""RoPE of heads.
+"""RoPE of heads in Triton.
 
-Grid: one CTA for the rows (token, head) of a tile; the tile is whole rows of PADDED >= WIDTH
-channels, which the rotation sees as pairs.
+Grid: one CTA for the rows (token, head) of a tile; a tile is whole rows of PADDED >= WIDTH
+channels, which the rotation splits into pairs.
 
     token, head | pass | pass | ... | rotated by the token's position |
 """
@@ -64,7 +64,7 @@ def rope_kernel(
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
-    """See ``interface.rope``."""
+    """Backend of ``interface.rope`` in Triton; see its contract."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, heads, width = x.shape
     rows = tokens * heads

@@ -1,4 +1,4 @@
-"""Which slots and rows a token writes and reads: slot mappings, windows, selected entries."""
+"""Index rows of a step: slots that tokens write, and windows and selected entries they read."""
 
 from anymla.ops.step_indices.interface import (
     combine_topk_swa_indices,

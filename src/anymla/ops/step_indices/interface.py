@@ -1,10 +1,10 @@
-"""Contracts of the operations that make a step's index rows.
+"""Contracts of the operations that compute a step's index rows.
 
-They turn positions, lengths and block tables into the index rows that caches are written and read
-by. A *local* index counts the entries of one request from 0; a *slot* is ``page * page_size +
-offset`` in a cache. Everywhere: -1 means nothing, a token whose request is outside [0, R) is
-padding, an entry whose page lies outside the block table or whose table value is negative has
-slot -1, as has one whose slot exceeds the result's dtype, and nothing waits for the device.
+They turn positions, lengths and block tables into the index rows by which caches are written and
+read. A *local* index counts the entries of one request from 0; a *slot* is ``page * page_size +
+offset`` in a cache. In all of them, -1 means no entry, and a token whose request is outside [0, R)
+is padding. An entry has slot -1 if its page is outside the block table, if the table's value is
+negative, or if the slot exceeds the result's dtype. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ def slot_mapping(
     ratio: int = 1,
     backend: str | None = None,
 ) -> Tensor:
-    """Slot that each token of a step writes in one cache.
+    """Compute the slot that each token of a step writes in one cache.
 
-    With ratio 1, the slot of the token itself: ``table[r, p // B] * B + p % B``. With ratio > 1,
-    the slot of compressed entry w = p // ratio, at the token that closes it,
-    (p + 1) % ratio == 0, and -1 at every other token.
+    With ratio 1, this is the slot of the token itself, ``table[r, p // B] * B + p % B``. With ratio
+    > 1, it is the slot of compressed entry w = p // ratio for the token that closes the entry, (p +
+    1) % ratio == 0, and -1 for every other token.
 
     Args:
-        positions: [T] int64, absolute positions.
-        token_to_req: [T] int32, row of the block table; outside [0, R) for padding.
-        block_table: [R, P] int32, pages of each request in this cache.
-        page_size: entries per page B.
-        ratio: tokens per entry.
+        positions: absolute positions of the tokens, [T] int64.
+        token_to_req: each token's row of the block table, [T] int32; outside [0, R) for padding.
+        block_table: page ids of each request in this cache, [R, P] int32.
+        page_size: number of entries B in a page.
+        ratio: number of tokens that an entry stands for.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T] int64 slots, -1 where the token writes nothing.
+        Slots, -1 for tokens that write nothing: [T] int64.
 
     Raises:
-        TypeError, ValueError: as ``check`` says; page_size or ratio below 1.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or page_size or ratio is below
+            1.
 
     Source: semantics of vLLM's slot mappings for DeepSeek-V4's cache groups.
     """
@@ -68,18 +69,19 @@ def slot_mapping(
 def token_to_request(
     query_start_loc: Tensor, num_tokens: int, *, backend: str | None = None
 ) -> Tensor:
-    """Request of each token of a batch.
+    """Compute the request of each token of a batch.
 
     Args:
-        query_start_loc: [R + 1] int32, prefix sums of the requests' token counts.
-        num_tokens: T; may exceed the last prefix sum (padding for a captured graph).
+        query_start_loc: prefix sums of the requests' token counts, [R + 1] int32.
+        num_tokens: number of tokens T; may exceed the last prefix sum (padding for a captured
+            graph).
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        [T] int32: the r with start[r] <= t < start[r + 1], else -1.
+        The request r with start[r] <= t < start[r + 1], else -1: [T] int32.
 
     Raises:
-        TypeError, ValueError: as ``check`` says; num_tokens below 0.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or num_tokens is negative.
     """
     name = "token_to_request"
     check(name, query_start_loc=(query_start_loc, "_", INT32))
@@ -102,23 +104,24 @@ def compute_global_topk_indices_and_lens(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turn selected local entries into cache slots.
+    """Translate selected local entries to cache slots, and count each token's.
 
     Args:
-        topk_indices: [T, K] int32, local entries; negative = none.
-        token_to_req: [T or more] int32, row of the block table.
-        block_table: [R, P] int32, pages of the compressed cache.
-        block_size: compressed entries per page B.
-        is_valid_token: [T or more] bool; the row of an invalid token is empty.
+        topk_indices: local entries that each token selected, [T, K] int32; negative ones are
+            absent.
+        token_to_req: each token's row of the block table, [T or more] int32.
+        block_table: page ids of each request in the compressed cache, [R, P] int32.
+        block_size: number of compressed entries B in a page.
+        is_valid_token: mask of valid tokens, [T or more] bool; an invalid token's row is empty.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        slots: [T, K] int32, ``table[r, i // B] * B + i % B``, or -1, not compacted; and
-        lens [T] int32, the number of i >= 0: the leading columns in use, because selection puts
-        valid entries first.
+        slots: ``table[r, i // B] * B + i % B``, or -1, not compacted, [T, K] int32.
+        lens: number of i >= 0 in each row, [T] int32; these are the leading columns, because a
+            selection lists its entries first.
 
     Raises:
-        TypeError, ValueError: as ``check`` says; block_size below 1.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or block_size is below 1.
 
     Source: semantics of vLLM's operation of this name.
     """
@@ -152,35 +155,36 @@ def combine_topk_swa_indices(
     N: int,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of the gathered prefill workspace that each token attends.
+    """List the rows of the gathered prefill workspace that each token attends to.
 
-    Request b owns workspace rows [M * b, M * (b + 1)): first N rows of compressed entries, then
-    its window positions from ``seq_lens[b] - gather_lens[b]`` on. For a token at position p,
-    with n = min((p + 1) // compress_ratio, topk) and s = max(p - window_size + 1, 0), the row is
+    Request b owns workspace rows [M * b, M * (b + 1)): N rows for compressed entries, then its
+    window positions from ``seq_lens[b] - gather_lens[b]`` on. For a token at position p, with n =
+    min((p + 1) // compress_ratio, topk) and s = max(p - window_size + 1, 0), the row is
 
         M * b + topk_indices[:n],  M * b + N + (s .. p) - (seq_lens[b] - gather_lens[b]),  -1 ...
 
-    An entry outside [0, N), or a position that was not gathered, is -1 in its place.
+    Entries outside [0, N) and positions that were not gathered become -1 in their place.
 
     Args:
-        topk_indices: [T, K] int32, local entries, valid ones first.
-        query_start_loc: [R + 1] int32; rebased by its first element.
-        seq_lens: [R] int32, lengths including this step's tokens.
-        gather_lens: [R] int32, window positions gathered per request.
-        window_size: W.
-        compress_ratio: tokens per entry; below 1 is read as 1.
-        topk: entries a token may select; 0 for a layer without compressed entries.
-        M: workspace rows per request.
-        N: of these, rows for compressed entries.
+        topk_indices: local entries that each token selected, valid ones first, [T, K] int32.
+        query_start_loc: prefix sums of the requests' token counts, [R + 1] int32; its first element
+            is subtracted from all.
+        seq_lens: lengths of the requests including this step's tokens, [R] int32.
+        gather_lens: number of window positions gathered for each request, [R] int32.
+        window_size: number of tokens W in the window.
+        compress_ratio: number of tokens of an entry; below 1 counts as 1.
+        topk: most entries that a token may select; 0 for a layer without compressed entries.
+        M: number of workspace rows of each request.
+        N: number of these rows that hold compressed entries.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        indices: [T, topk + W rounded up to 128] int32.
-        lens: [T] int32, n plus the number of window positions; 0 for a token of no request.
+        indices: workspace rows, then -1, [T, topk + W rounded up to 128] int32.
+        lens: n plus the number of window positions, [T] int32; 0 for a token without a request.
 
     Raises:
-        TypeError, ValueError: as ``check`` says; window_size below 1, topk below 0 or beyond K,
-            N outside [0, M].
+        TypeError, ValueError: if a dtype, shape or device is wrong, window_size is below 1, topk is
+            negative or beyond K, or N is outside [0, M].
 
     Source: semantics of vLLM's operation of this name.
     """
@@ -217,29 +221,31 @@ def compressed_rows(
     is_valid_token: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All compressed entries that each token sees, for a layer without an indexer.
+    """List all compressed entries that each token sees, for a layer without an indexer.
 
-    Entry w is visible to position p iff w < (p + 1) // ratio: a token sees the entry it closes.
+    Entry w is visible to position p if w < (p + 1) // ratio: a token sees the entry that it closes.
 
     Args:
-        positions: [T] int64.
-        token_to_req: [T] int32, row of the block table.
-        block_table: [R, P] int32, pages of the compressed cache.
-        ratio: tokens per entry.
-        block_size: entries per page.
-        width: columns; a token that sees more entries keeps the first ``width``.
-        is_valid_token: [T] bool, or None for all; the row of an invalid token is empty.
+        positions: absolute positions of the tokens, [T] int64.
+        token_to_req: each token's row of the block table, [T] int32.
+        block_table: page ids of each request in the compressed cache, [R, P] int32.
+        ratio: number of tokens that an entry stands for.
+        block_size: number of entries in a page.
+        width: number of columns; a token that sees more entries keeps the first ``width``.
+        is_valid_token: mask of valid tokens, [T] bool; an invalid token's row is empty. None for
+            all.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        slots: [T, width] int32, slots of entries 0, 1, .., n - 1, then -1.
-        local: [T, width] int32, the entries themselves, then -1.
-        lens: [T] int32, n = min((p + 1) // ratio, width).
+        slots: slots of entries 0, 1, .., n - 1, then -1, [T, width] int32.
+        local: the entries themselves, then -1, [T, width] int32.
+        lens: number of entries n = min((p + 1) // ratio, width), [T] int32.
 
     Raises:
-        TypeError, ValueError: as ``check`` says; ratio or block_size below 1, width below 0.
+        TypeError, ValueError: if a dtype, shape or device is wrong, ratio or block_size is below 1,
+            or width is negative.
 
-    Source: semantics of vLLM's precomputed indices for ratio-128 layers.
+    Source: semantics of vLLM's precomputed indices for layers of ratio 128.
     """
     name = "compressed_rows"
     check(
@@ -270,24 +276,26 @@ def window_rows(
     is_valid_token: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Slots of the sliding window of each token: positions max(0, p - window + 1) .. p.
+    """List the slots of each token's sliding window: positions max(0, p - window + 1) .. p.
 
     Args:
-        positions: [T] int64.
-        token_to_req: [T] int32, row of the block table.
-        block_table: [R, P] int32, pages of the window cache; pages older than the window may be
-            anything.
-        block_size: tokens per page.
-        window: W, the token itself included.
-        is_valid_token: [T] bool, or None for all; the row of an invalid token is empty.
+        positions: absolute positions of the tokens, [T] int64.
+        token_to_req: each token's row of the block table, [T] int32.
+        block_table: page ids of each request in the window cache, [R, P] int32; pages older than
+            the window may be anything.
+        block_size: number of tokens in a page.
+        window: number of tokens W in the window, the token itself included.
+        is_valid_token: mask of valid tokens, [T] bool; an invalid token's row is empty. None for
+            all.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        slots: [T, W] int32 in ascending order of position, then -1.
-        lens: [T] int32, min(p + 1, W).
+        slots: slots in ascending order of position, then -1, [T, W] int32.
+        lens: number of positions min(p + 1, W), [T] int32.
 
     Raises:
-        TypeError, ValueError: as ``check`` says; block_size or window below 1.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or block_size or window is
+            below 1.
 
     Source: DeepSeek-V4 reference, inference/model.py (window of the last W tokens).
     """

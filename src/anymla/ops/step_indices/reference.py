@@ -1,4 +1,4 @@
-"""The selection operations, one token at a time, as their contracts say."""
+"""Reference of the index rows in plain torch, one token at a time."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import itertools
 import torch
 from torch import Tensor
 
-# vLLM aligns combined rows to FlashMLA's tile; kept so that rows are interchangeable.
+# vLLM pads combined rows to FlashMLA's tile; so do we, so that rows are interchangeable.
 _ROW_ALIGNMENT = 128
 
 
 def combined_width(topk: int, window_size: int) -> int:
-    """Columns of ``combine_topk_swa_indices``."""
+    """Return the number of columns of ``combine_topk_swa_indices``' result."""
     return -(-(topk + window_size) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
 def slot_mapping(
     positions: Tensor, token_to_req: Tensor, block_table: Tensor, *, page_size: int, ratio: int = 1
 ) -> Tensor:
-    """See ``interface.slot_mapping``."""
+    """Reference of ``interface.slot_mapping``; see its contract."""
     slots = [
         _slot(block_table, request, p // ratio, page_size) if (p + 1) % ratio == 0 else -1
         for p, request in zip(positions.tolist(), token_to_req.tolist(), strict=True)
@@ -28,7 +28,7 @@ def slot_mapping(
 
 
 def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
-    """See ``interface.token_to_request``."""
+    """Reference of ``interface.token_to_request``; see its contract."""
     starts = query_start_loc.tolist()
     rows = [-1] * num_tokens
     for request, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -44,7 +44,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.compute_global_topk_indices_and_lens``."""
+    """Reference of ``interface.compute_global_topk_indices_and_lens``; see its contract."""
     slots = torch.full_like(topk_indices, -1)
     lens = torch.zeros(len(slots), dtype=torch.int32, device=slots.device)
     for token, entries in enumerate(topk_indices.tolist()):
@@ -69,7 +69,7 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.combine_topk_swa_indices``."""
+    """Reference of ``interface.combine_topk_swa_indices``; see its contract."""
     tokens = len(topk_indices)
     shape = (tokens, combined_width(topk, window_size))
     indices = torch.full(shape, -1, dtype=torch.int32, device=topk_indices.device)
@@ -101,7 +101,7 @@ def compressed_rows(
     width: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``interface.compressed_rows``."""
+    """Reference of ``interface.compressed_rows``; see its contract."""
     tokens = len(positions)
     slots = torch.full((tokens, width), -1, dtype=torch.int32, device=positions.device)
     local = torch.full_like(slots, -1)
@@ -126,7 +126,7 @@ def window_rows(
     window: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.window_rows``."""
+    """Reference of ``interface.window_rows``; see its contract."""
     tokens = len(positions)
     slots = torch.full((tokens, window), -1, dtype=torch.int32, device=positions.device)
     lens = torch.zeros(tokens, dtype=torch.int32, device=positions.device)
@@ -154,7 +154,7 @@ def _slot32(block_table: Tensor, request: int, entry: int, page_size: int) -> in
 
 
 def _requests(token_to_req: Tensor, block_table: Tensor, is_valid: Tensor | None) -> list[int]:
-    """Block-table row of each token, -1 for padding."""
+    """List the block-table row of each token, -1 for padding."""
     requests = token_to_req.tolist()
     valid = [True] * len(requests) if is_valid is None else is_valid.tolist()
     in_batch = range(len(block_table))

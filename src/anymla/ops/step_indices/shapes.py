@@ -1,4 +1,4 @@
-"""Named shapes of a step's rows: V4's layers by ratio, and where their entries are."""
+"""Named shapes of a step's index rows: V4's layers by ratio, and their pages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RowsShape:
-    """A step over one kind of layer.
+    """Sizes of a step's index rows for one kind of layer.
 
     Attributes:
-        ratio: tokens of an entry; 1 for the window's rows.
-        page_size: entries of a page.
-        topk: entries that a token selects, or all of its entries' number at most.
-        requests: of the step.
-        queries: of a request.
-        pages: of a request's block table.
-        window: tokens of the window.
+        ratio: number of tokens of an entry; 1 for rows of the window.
+        page_size: number of entries in a page.
+        topk: number of entries that a token selects, or most that it sees if it sees all.
+        requests: number of requests of the step.
+        queries: number of tokens of each request.
+        pages: number of pages in a request's row of the block table.
+        window: number of tokens in the window.
     """
 
     ratio: int
@@ -29,7 +29,7 @@ class RowsShape:
 
     @property
     def tokens(self) -> int:
-        """Of the step."""
+        """Number of tokens of the step."""
         return self.requests * self.queries
 
     def __str__(self) -> str:
@@ -39,9 +39,9 @@ class RowsShape:
 FLASH_WINDOW = RowsShape(1, 64, 128)
 FLASH_SELECTED = RowsShape(4, 64, 512)
 PRO_SELECTED = RowsShape(4, 64, 1024)
-# All entries: of 8,192 tokens, and of a million; vLLM has pages of 256 tokens.
+# Layers that see all entries: contexts of 8,192 and a million tokens; vLLM's pages are 256 tokens.
 SHORT_ALL = RowsShape(128, 2, 64)
 LONG_ALL = RowsShape(128, 2, 8192)
-# Nothing is a power of two.
+# Sizes of which none is a power of two.
 ODD = RowsShape(5, 3, 100)
 SHAPES = (FLASH_WINDOW, FLASH_SELECTED, PRO_SELECTED, SHORT_ALL, LONG_ALL, ODD)

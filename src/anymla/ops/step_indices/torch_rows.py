@@ -1,4 +1,4 @@
-"""Slots and index rows: where tokens write, and which cache entries each of them reads."""
+"""Index rows in torch: slots that tokens write, and cache entries that each token reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anymla.ops.step_indices.reference import combined_width
 def slot_mapping(
     positions: Tensor, token_to_req: Tensor, block_table: Tensor, *, page_size: int, ratio: int = 1
 ) -> Tensor:
-    """See ``interface.slot_mapping``."""
+    """Backend of ``interface.slot_mapping`` in torch; see its contract."""
     entries = positions
     if ratio > 1:
         closing = (positions + 1) % ratio == 0
@@ -21,10 +21,10 @@ def slot_mapping(
 
 
 def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
-    """See ``interface.token_to_request``."""
+    """Backend of ``interface.token_to_request`` in torch; see its contract."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
     request = torch.searchsorted(query_start_loc, tokens, right=True, out_int32=True) - 1
-    # Past the last request; before the first, the search has given -1 already.
+    # Tokens past the last request; for tokens before the first, the search already gave -1.
     return request.masked_fill_(request == len(query_start_loc) - 1, -1)
 
 
@@ -35,7 +35,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.compute_global_topk_indices_and_lens``."""
+    """Backend of ``interface.compute_global_topk_indices_and_lens`` in torch; see its contract."""
     tokens = len(topk_indices)
     requests = _valid_requests(token_to_req[:tokens], block_table, is_valid_token[:tokens])
     in_use = (topk_indices >= 0) & (requests >= 0)
@@ -53,7 +53,7 @@ def compressed_rows(
     width: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``interface.compressed_rows``."""
+    """Backend of ``interface.compressed_rows`` in torch; see its contract."""
     requests = _valid_requests(token_to_req, block_table, is_valid_token)
     visible = torch.div(positions + 1, ratio, rounding_mode="floor").clamp(0, width)
     visible = torch.where(requests[:, 0] >= 0, visible, 0)
@@ -72,7 +72,7 @@ def window_rows(
     window: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.window_rows``."""
+    """Backend of ``interface.window_rows`` in torch; see its contract."""
     requests = _valid_requests(token_to_req, block_table, is_valid_token)
     last = torch.where(requests[:, 0] >= 0, positions, -1)[:, None]
     first = (last - (window - 1)).clamp(min=0)
@@ -94,7 +94,7 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.combine_topk_swa_indices``."""
+    """Backend of ``interface.combine_topk_swa_indices`` in torch; see its contract."""
     tokens, device = len(topk_indices), topk_indices.device
     width = combined_width(topk, window_size)
     if len(seq_lens) == 0:
@@ -105,7 +105,7 @@ def combine_topk_swa_indices(
     in_batch = request >= 0
     row = request.clamp(min=0)
 
-    # Per token, as columns: position, first gathered position, entries, first window position.
+    # Columns by token: position, first gathered position, entries, first window position.
     seq_len = seq_lens.long()[row]
     position = seq_len - starts.long()[row + 1] + torch.arange(tokens, device=device)
     first_gathered = seq_len - gather_lens.long()[row]
@@ -128,12 +128,12 @@ def combine_topk_swa_indices(
 
 
 def _as_int32(slots: Tensor) -> Tensor:
-    """Narrow; a slot that would wrap around is no slot."""
+    """Narrow slots to int32; those that would wrap around become -1."""
     return torch.where(slots < 2**31, slots, -1).int()
 
 
 def _valid_requests(token_to_req: Tensor, block_table: Tensor, is_valid: Tensor | None) -> Tensor:
-    """[T, 1] int32 rows of the block table, -1 for padding."""
+    """Return each token's row of the block table, [T, 1] int32, -1 for padding."""
     valid = (token_to_req >= 0) & (token_to_req < len(block_table))
     if is_valid is not None:
         valid &= is_valid

@@ -1,4 +1,4 @@
-"""Slots and index rows on the device: where tokens write, and which cache entries each reads.
+"""Index rows in Triton: slots that tokens write, and cache entries that each token reads.
 
 slot_mapping, token_to_request   grid (blocks of tokens,)
 selected entries                 grid (tokens,)
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from anymla.ops.step_indices.reference import combined_width
 
-# Tokens of a CTA: of slot_mapping, and of token_to_request.
+# Tokens of a CTA in slot_mapping, and in token_to_request.
 _SLOT_BLOCK, _TOKEN_BLOCK = 256, 128
-# Prefix sums of the requests that a CTA compares at a time: with many tokens, with one.
+# Prefix sums that a CTA compares at a time, if it has many tokens, and if it has one.
 _STARTS, _REQUEST_STARTS = 32, 256
 
 
 def block_of(width: int) -> int:
-    """Columns of a CTA: one of two sizes, so that an unseen width compiles nothing new."""
+    """Return a CTA's columns, one of two sizes so that new widths compile nothing new."""
     return 128 if width <= 128 else 512
 
 
@@ -274,7 +274,7 @@ def combine_kernel(
 def slot_mapping(
     positions: Tensor, token_to_req: Tensor, block_table: Tensor, *, page_size: int, ratio: int = 1
 ) -> Tensor:
-    """See ``interface.slot_mapping``."""
+    """Backend of ``interface.slot_mapping`` in Triton; see its contract."""
     tokens = len(positions)
     out = torch.empty(tokens, dtype=torch.int64, device=positions.device)
     if tokens:
@@ -294,7 +294,7 @@ def slot_mapping(
 
 
 def token_to_request(query_start_loc: Tensor, num_tokens: int) -> Tensor:
-    """See ``interface.token_to_request``."""
+    """Backend of ``interface.token_to_request`` in Triton; see its contract."""
     out = torch.empty(num_tokens, dtype=torch.int32, device=query_start_loc.device)
     if num_tokens:
         token_to_request_kernel[(triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
@@ -315,7 +315,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.compute_global_topk_indices_and_lens``."""
+    """Backend of ``interface.compute_global_topk_indices_and_lens`` in Triton; see its contract."""
     tokens, width = topk_indices.shape
     slots, lens = _rows(topk_indices, tokens, width), _rows(topk_indices, tokens)
     if topk_indices.stride(1) != 1:
@@ -348,7 +348,7 @@ def compressed_rows(
     width: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``interface.compressed_rows``."""
+    """Backend of ``interface.compressed_rows`` in Triton; see its contract."""
     tokens, block = len(positions), block_of(width)
     slots, local = _rows(positions, tokens, width), _rows(positions, tokens, width)
     lens = _rows(positions, tokens)
@@ -381,7 +381,7 @@ def window_rows(
     window: int,
     is_valid_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.window_rows``."""
+    """Backend of ``interface.window_rows`` in Triton; see its contract."""
     tokens, block = len(positions), block_of(window)
     slots, lens = _rows(positions, tokens, window), _rows(positions, tokens)
     if tokens:
@@ -414,7 +414,7 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
 ) -> tuple[Tensor, Tensor]:
-    """See ``interface.combine_topk_swa_indices``."""
+    """Backend of ``interface.combine_topk_swa_indices`` in Triton; see its contract."""
     tokens, device = len(topk_indices), topk_indices.device
     width = combined_width(topk, window_size)
     indices = torch.empty(tokens, width, dtype=torch.int32, device=device)
