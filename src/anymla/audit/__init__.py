@@ -1,6 +1,6 @@
-"""Audit of a live engine: each method of a layer again, from its own inputs and cached bytes.
+"""Audit of a live engine: recomputes a layer's methods from their inputs and cached bytes.
 
-The checks know no engine: ``anymla.engines`` collects the cases, ``judge`` judges one of them.
+The checks know no engine: ``anymla.engines`` collects the cases, and ``judge`` judges one of them.
 """
 
 from anymla.audit.case import Case, load_case, save_case

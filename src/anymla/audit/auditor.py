@@ -1,4 +1,4 @@
-"""Decides what is looked at, judges it beside the engine, and tells what was found."""
+"""The auditor: selects steps, has cases judged beside the engine, and reports the findings."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from anymla.audit.process import Answer, judge_here
 from anymla.audit.settings import Settings
 
 Judge = Callable[[Packed], Sequence[Answer]]
-_WAITING = 16  # steps that may wait for a judge; further ones are counted, not kept
-_KEPT = 64  # alarms whose cases stay in memory
-_NAMES = 100  # that are tried for a dump
+_WAITING = 16  # steps that may wait for a judge; further ones are counted but dropped
+_KEPT = 64  # number of alarms whose cases stay in memory
+_NAMES = 100  # file names that are tried for a dump
 
 
 @dataclasses.dataclass
 class Tally:
-    """What was found of one method.
+    """Findings of one method.
 
     Attributes:
-        judged: cases.
-        tokens: in them.
-        alarms: cases that were not within their bounds.
-        worst: the largest error in units of what is allowed.
-        mean: the largest root mean square of a case's errors, in the same units.
+        judged: number of cases.
+        tokens: number of tokens in the cases.
+        alarms: number of cases that exceeded their bounds.
+        worst: largest error in units of the allowed error.
+        mean: largest root mean square of a case's errors, in the same units.
     """
 
     judged: int = 0
@@ -46,16 +46,17 @@ class Tally:
 
 
 class Auditor:
-    """One engine's audit; an engine's adapter calls it, from one thread.
+    """Audit of one engine; the engine's adapter calls it, from one thread.
 
     Attributes:
-        settings: what was asked for.
-        active: whether the step that runs now is audited.
+        settings: settings of the audit.
+        active: True if the running step is audited.
         step: number of steps so far.
-        audited: how many of them were audited.
-        skipped: cases, or steps, that were not judged because too many waited, or the judge failed.
-        tallies: by method.
-        alarms: the last of what was found.
+        audited: number of audited steps so far.
+        skipped: number of cases, or steps, that were not judged because too many waited, or the
+            judge failed.
+        tallies: findings by method.
+        alarms: the latest findings that exceeded their bounds.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class Auditor:
         """Start the threads that have cases judged.
 
         Args:
-            settings: what to look at.
-            log: where alarms go, as errors, and summaries, as information.
+            settings: settings of the audit.
+            log: logger of alarms, as errors, and of summaries, as information.
             made_by: versions and device, kept with dumps.
-            judges: of the cases of a step, each called from a thread of its own; ``JudgeProcess``
-                leaves the interpreter to the engine.
+            judges: functions that judge the cases of a step, each called from a thread of its own;
+                ``JudgeProcess`` leaves the interpreter lock to the engine.
         """
         self.settings, self.log, self.made_by = settings, log, made_by
         self.active = False
@@ -90,34 +91,34 @@ class Auditor:
             ).start()
 
     def next_is_audited(self) -> bool:
-        """Whether the next step is audited."""
+        """True if the next step is audited."""
         return (self.step + 1) % self.settings.every == 0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.step += 1
         self.active = self.step % self.settings.every == 0
         self.audited += self.active
 
     def end(self, tokens: int) -> None:
-        """The step ends; it had ``tokens`` tokens."""
+        """End the step, which had ``tokens`` tokens."""
         self._seen += tokens
         if self.active and self.audited % 100 == 0:
             self.log.info("%s", self.summary())
         self.active = False
 
     def skip(self) -> None:
-        """The step that runs now is not audited after all."""
+        """Drop the running step from the audit."""
         self.skipped += self.active
         self.audited -= self.active
         self.active = False
 
     def random(self, what: str) -> random.Random:
-        """Numbers for a choice in this step, the same whenever it is made."""
+        """Return a random generator for a choice in this step; its seed is reproducible."""
         return random.Random(f"{self.settings.seed} {self.step} {what}")
 
     def turn(self, layers: Sequence[str]) -> list[str]:
-        """The layers, of some of a kind, that are looked at in this step."""
+        """Return the layers, of some of a kind, that this step looks at."""
         if not layers:
             return []
         count = min(self.settings.layers, len(layers))
@@ -126,16 +127,16 @@ class Auditor:
 
     @property
     def full(self) -> bool:
-        """Whether so many steps wait that another one would be skipped."""
+        """True if so many steps wait that another one would be skipped."""
         return self._steps.full()
 
     def submit(self, case: Case) -> None:
-        """Have a case judged; its values are copied now."""
+        """Submit a case for judgement; its values are copied now."""
         packed = Packed.of(case)
         self.submit_step(lambda: packed)
 
     def submit_step(self, made: Callable[[], Packed]) -> None:
-        """Have the cases of this step judged, made in a judge's thread, as from a device."""
+        """Submit the step's cases; ``made`` runs in a judge's thread and may wait for a device."""
         step = self.step
 
         def stamped() -> Packed:
@@ -153,7 +154,7 @@ class Auditor:
         self._steps.join()
 
     def summary(self) -> str:
-        """One line: steps, cases by method, the worst of each, alarms."""
+        """Summarise steps, cases by method, the worst of each, and alarms in one line."""
         parts = [
             f"{method} {tally.judged} ({tally.worst:.2g} of its bound)"
             for method, tally in sorted(self.tallies.items())
@@ -214,7 +215,7 @@ class Auditor:
             directory.mkdir(mode=0o700, exist_ok=True)
             for number in range(self._dumped, self._dumped + _NAMES):
                 name = f"{case.method}-step{case.step}-{os.getpid()}-{number}.safetensors"
-                # A server that was started again may have the same process number.
+                # A restarted server may have the same process number.
                 with contextlib.suppress(FileExistsError):
                     save_case(directory / name, case, words)
                     return f"; dumped to {directory / name}"
@@ -224,7 +225,7 @@ class Auditor:
 
 
 def describe(case: Case, found: Finding) -> str:
-    """One line: where the first wrong value is and what it should be."""
+    """Describe in one line where the first wrong value is and what it should be."""
     where = f"{found.method} of {case.layer}"
     if case.positions:
         token = min(found.token, len(case.positions) - 1)

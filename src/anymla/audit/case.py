@@ -1,4 +1,4 @@
-"""A case: one call of one method of a layer, cut down to a few tokens, as it can be judged."""
+"""A case: one execution of a layer's method for a few tokens, with all that a check needs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class CaseError(ValueError):
 
 @dataclasses.dataclass
 class Case:
-    """Inputs, cached bytes and results of a method, for the tokens that were sampled.
+    """Inputs, cached bytes and results of a method for the sampled tokens.
 
     Attributes:
-        method: which check judges it, a key of ``checks.CHECKS``.
-        layer: the engine's name of the layer.
-        requests: of each token, the engine's name of its request.
-        positions: of each token.
-        tensors: what the check reads, by name.
+        method: name of the check that judges it, a key of ``checks.CHECKS``.
+        layer: name of the layer in the engine.
+        requests: name of each token's request in the engine.
+        positions: position of each token.
+        tensors: tensors that the check reads, by name.
         numbers: settings that the check reads, by name.
         step: number of the engine's step.
         made_by: versions and device, for the reader of a dump.
@@ -55,7 +55,7 @@ class Case:
         return sum(each.numel() * each.element_size() for each in self.tensors.values())
 
     def digest(self) -> str:
-        """Of the tensors' bytes: two dumps with the same one are of the same inputs."""
+        """Return a digest of the tensors' bytes: equal for two dumps of the same inputs."""
         found = hashlib.sha256()
         for name in sorted(self.tensors):
             held = self.tensors[name].detach().cpu().contiguous()
@@ -65,22 +65,22 @@ class Case:
         return found.hexdigest()[:16]
 
     def to(self, device: torch.device | str) -> Case:
-        """The same case with its tensors on ``device``."""
+        """Return the case with its tensors on ``device``."""
         moved = {name: each.to(device) for name, each in self.tensors.items()}
         return dataclasses.replace(self, tensors=moved)
 
     def apart(self) -> Case:
-        """The same case with tensors of its own: views may keep far more in memory."""
+        """Return the case with copies of its tensors, as views may keep more memory alive."""
         own = {name: each.clone() for name, each in self.tensors.items()}
         return dataclasses.replace(self, tensors=own)
 
 
 def to_bytes(case: Case, found: dict[str, Any] | None = None) -> bytes:
-    """A case as the bytes of a safetensors file.
+    """Serialise a case as the bytes of a safetensors file.
 
     Args:
-        case: with tensors on the CPU.
-        found: JSON values kept with it: what the check said.
+        case: case with tensors on the CPU.
+        found: JSON values kept with it, the finding of the check.
     """
     words = {
         "method": case.method,
@@ -98,10 +98,10 @@ def to_bytes(case: Case, found: dict[str, Any] | None = None) -> bytes:
 
 
 def from_bytes(text: bytes) -> tuple[Case, dict[str, Any]]:
-    """The case in ``to_bytes``, and what was found.
+    """Read the case of ``to_bytes``, and its finding.
 
     Raises:
-        CaseError: the bytes are none of a case.
+        CaseError: the bytes hold no case.
     """
     try:
         tensors = load(text)
@@ -129,10 +129,10 @@ def from_bytes(text: bytes) -> tuple[Case, dict[str, Any]]:
 
 
 def save_case(path: str | Path, case: Case, found: dict[str, Any] | None = None) -> None:
-    """Write a case and what the check said as a safetensors file that its owner alone can read.
+    """Write a case and its finding to a safetensors file that only its owner can read.
 
     Raises:
-        OSError: the file cannot be written, or there is one (a link counts as one); it is named.
+        OSError: the file cannot be written, or exists (as a link, too); the message names it.
     """
     held = to_bytes(case, found)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -141,11 +141,11 @@ def save_case(path: str | Path, case: Case, found: dict[str, Any] | None = None)
 
 
 def load_case(path: str | Path) -> tuple[Case, dict[str, Any]]:
-    """Read a case and what was found when it was written.
+    """Read a case and the finding that was written with it.
 
     Raises:
-        CaseError: the file is none of a case; it is named.
-        OSError: it cannot be read.
+        CaseError: the file holds no case; the message names it.
+        OSError: the file cannot be read.
     """
     try:
         return from_bytes(read_bytes(Path(path), _MOST_BYTES))

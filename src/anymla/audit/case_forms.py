@@ -1,8 +1,8 @@
-"""Check that the tensors and numbers of a dumped case fit each other, before they are used.
+"""Checks that the tensors and numbers of a dumped case fit each other, before they are used.
 
-A dump is a file that somebody sends. Its tensors and numbers are compared with each other here, so
-that neither a check nor a kernel meets shapes that do not fit, and no product of them is larger
-than a dump of a real model needs.
+A dump is an untrusted file. Its tensors and numbers are compared with each other here, so that no
+check or kernel sees shapes that do not fit, and no product of them exceeds the size of a real
+model's dump.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _BYTES = (torch.uint8, torch.int8)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, *_BYTES)
 _SCALES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
 _FLAGS = (torch.bool,)
-# Elements of a tensor that a check makes, and multiplications of a product. A selection among the
+# Limits of a computed tensor's elements and of a product's multiplications. A selection among the
 # 262,144 entries of a million tokens has 2^25 and 2^31.
 _MOST_ELEMENTS, _MOST_PRODUCTS = 1 << 27, 1 << 35
-_MOST_TIMES = 1000  # of an iteration
+_MOST_TIMES = 1000  # limit of iterations
 _MOST_RATIO = 1 << 16
 
 
@@ -33,7 +33,7 @@ def check_form(case: Case) -> None:
     """Raise ValueError, in one line, unless a case's tensors and numbers fit each other.
 
     Args:
-        case: as dumped, of any method; that of an unknown one is left to ``checks.judge``.
+        case: case of any method as dumped; ``checks.judge`` refuses unknown methods.
     """
     if len(case.requests) != len(case.positions):
         raise ValueError(
@@ -45,7 +45,7 @@ def check_form(case: Case) -> None:
 
 
 class _Form:
-    """Looks at one case; sizes that it has read are compared with those that follow."""
+    """Checks one case; sizes that have been read are compared with later ones."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -56,7 +56,7 @@ class _Form:
     def tensor(
         self, name: str, dtypes: tuple[torch.dtype, ...], *shape: int | None
     ) -> tuple[int, ...]:
-        """The tensor's shape; None in the wanted one is any size."""
+        """Check a tensor and return its shape; None in ``shape`` allows any size."""
         tensor = self._tensor(name, dtypes)
         found = tuple(tensor.shape)
         if len(found) != len(shape) or any(
@@ -68,18 +68,18 @@ class _Form:
         return found
 
     def count(self, name: str, dtypes: tuple[torch.dtype, ...], count: int) -> None:
-        """Check how many elements a tensor has, of any shape."""
+        """Check the number of elements of a tensor of any shape."""
         tensor = self._tensor(name, dtypes)
         if tensor.numel() != count:
             raise self._wrong(name, f"of {count} elements", list(tensor.shape))
 
     def elements(self, *sizes: int) -> None:
-        """Check the size of a tensor that is computed."""
+        """Check the number of elements of a tensor that will be computed."""
         if math.prod(sizes) > _MOST_ELEMENTS:
             raise self._large(sizes, _MOST_ELEMENTS)
 
     def products(self, *sizes: int) -> None:
-        """Check how many multiplications a product takes."""
+        """Check the number of multiplications of a product."""
         if math.prod(sizes) > _MOST_PRODUCTS:
             raise self._large(sizes, _MOST_PRODUCTS)
 
@@ -112,7 +112,7 @@ class _Form:
         return str(value)
 
     def rows(self, prefix: str, layout: str, count: int | None) -> int:
-        """A cache's rows: values and scales, and how many there are."""
+        """Check a cache's rows, values and scales, and return their number."""
         held = ROW_FORMATS[layout]
         found, _ = self.tensor(f"{prefix}data", _BYTES, count, held.data_bytes)
         self.tensor(f"{prefix}scales", _BYTES, found, held.scale_bytes)
@@ -120,13 +120,13 @@ class _Form:
         return found
 
     def table(self, tokens: int, width: int) -> None:
-        """Rows of a rotary table for rows of that width."""
+        """Check that the rotary table has a row for each token and suits rows of that width."""
         _, channels = self.tensor("cos_sin", _FLOATS, tokens, None)
         if channels % 2 or not 0 < channels <= width:
             raise self._wrong("cos_sin", f"[{tokens}, an even number up to {width}]", channels)
 
     def even(self, name: str, size: int) -> int:
-        """Half of a size."""
+        """Return half of an even size."""
         if size % 2:
             raise self._wrong(name, "of an even width", size)
         return size // 2
@@ -275,7 +275,7 @@ def _linear(form: _Form) -> None:
         if inputs % 128:
             form.tensor("x", _FLOATS, tokens, -(-inputs // 128) * 128)
         form.tensor("weight_scale", _SCALES, -(-outputs // 128), inputs // 128)
-        # Its outputs' errors are compared with each other.
+        # The check compares the errors of its outputs with each other.
         form.elements(tokens, outputs, inputs)
         form.elements(tokens, outputs, outputs)
         form.products(tokens, outputs, outputs, inputs)

@@ -1,8 +1,8 @@
-"""What each method of a layer must have computed, in float64, and how far a right one may be off.
+"""The float64 result of each method of a layer, and the largest error of a correct implementation.
 
-A check reads nothing but its case. Bounds are derived where they stand; ``docs/audit.md`` lists
-them. Rows of a cache are judged by what could have been rounded to their bytes, selections by their
-scores, everything else by the distance to the float64 result.
+A check reads nothing but its case. Each bound is derived next to its use; ``docs/audit.md`` lists
+them. Rows of a cache are judged by the values that could have been rounded to their bytes,
+selections by their scores, all else by the distance to the float64 result.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from anymla.testing.oracle.row_formats import ROW_FORMATS
 from anymla.testing.oracle.selection import Selections
 
 _EPS32 = torch.finfo(torch.float32).eps
-# Roundings of both factors of a product on TF32 tensor cores: 10 explicit fraction bits.
+# Unit roundoff of TF32 tensor cores' operands: 10 explicit fraction bits.
 _TF32 = 2.0**-11
 # FP8 tensor cores of sm_90 keep 13 fraction bits of a sum (DeepSeek-V3's report, section 3.3.2).
 _FP8_SUM = 2.0**-13
-# Rounding to e4m3: half a unit is at most 1/16 of a value, the error is uniform in it.
+# Rounding to e4m3 errs by at most half a unit, 1/16 of a value; the error is uniform in it.
 _E4M3_DEVIATION = 2.0**-4 / math.sqrt(3)
-# Independent errors: none of 1e14 values lies eight standard deviations off.
+# For independent errors, none of 1e14 values deviates by eight standard deviations.
 _DEVIATIONS = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check says.
+    """Result of a check.
 
     Attributes:
-        method: the check.
-        ok: whether everything is within its bound.
-        worst: largest error in units of what is allowed there; inf for what has no distance.
-        token: index of the token in the case where that is.
-        what: one line: the value, what it should be, what is allowed.
-        mean: root mean square of the errors in units of what is allowed; 0 where it has no sense.
+        method: name of the method.
+        ok: True if every value is within its bound.
+        worst: largest error in units of the allowed error; inf for faults without a distance.
+        token: index in the case of the token with that error.
+        what: one line with the value, the expected value and the allowed error.
+        mean: root mean square of the errors in units of the allowed error; 0 if not applicable.
     """
 
     method: str
@@ -57,7 +57,7 @@ def judge(case: Case) -> Finding:
     """Judge a case.
 
     Raises:
-        ValueError: no check of that method, or the case lacks what the check reads.
+        ValueError: the method has no check, or the case lacks an input of the check.
     """
     try:
         check = CHECKS[case.method]
@@ -71,7 +71,7 @@ def judge(case: Case) -> Finding:
 
 
 def _distance(case: Case, pairs: Mapping[str, tuple[Tensor, ...]]) -> Finding:
-    """The finding over (got, want, allowed) by name; the first dimension counts tokens."""
+    """Compare (got, want, allowed) by name; the first dimension counts tokens."""
     worst, token, what, squares, count = -1.0, 0, "", 0.0, 0
     for name, (got, want, allowed) in pairs.items():
         got, want = got.double(), want.double()
@@ -96,7 +96,7 @@ def _rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> tuple[Tensor, Tensor]:
-    """X [M, .., D] rotated by rows [M, R] (cosines, then sines); and the size of each pair."""
+    """Rotate x [M, .., D] by rows [M, R] (cosines, then sines); also return each pair's size."""
     width = cos_sin.shape[-1]
     shape = (len(x), *([1] * (x.ndim - 2)), width // 2)
     cos, sin = (each.double().view(shape) for each in cos_sin.chunk(2, dim=-1))
@@ -110,7 +110,7 @@ def _rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> tuple[Tensor,
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """A unit in the last place of an activation, relative to its value."""
+    """Return a unit in the last place of an activation, relative to its value."""
     return torch.finfo(dtype).eps
 
 
@@ -125,7 +125,7 @@ def _qkv_norm(case: Case) -> Finding:
 
 
 def _query(case: Case) -> Finding:
-    """RMS norm of each head without a weight, then RoPE; may be rounded in between."""
+    """RMS norm of each head without a weight, then RoPE; the value in between may be rounded."""
     got = case.tensors["out"]
     want, size = _rope(
         _rms(case.tensors["q"].double(), float(case.numbers["eps"])), case.tensors["cos_sin"]
@@ -134,7 +134,7 @@ def _query(case: Case) -> Finding:
 
 
 def _rows(case: Case, exact: Tensor, slack: Tensor, layout: str) -> Finding:
-    """Whether stored rows are the rounding of something within ``slack`` of ``exact``."""
+    """Check that stored rows are the rounding of a value within ``slack`` of ``exact``."""
     row_format = ROW_FORMATS[layout]
     data, scales = case.tensors["data"].cpu(), case.tensors["scales"].cpu()
     exact, slack = exact.cpu(), slack.cpu()
@@ -153,7 +153,7 @@ def _rows(case: Case, exact: Tensor, slack: Tensor, layout: str) -> Finding:
 
 
 def _window_row(case: Case) -> Finding:
-    """RoPE in float32 and quantisation, which is exact: only RoPE's channels may be off."""
+    """RoPE in float32 and exact quantisation: only RoPE's channels may deviate."""
     kv, cos_sin = case.tensors["kv"].double(), case.tensors["cos_sin"]
     exact, size = _rope(kv, cos_sin)
     slack = 4 * _EPS32 * size
@@ -162,7 +162,7 @@ def _window_row(case: Case) -> Finding:
 
 
 def _compressor_state(case: Case) -> Finding:
-    """The projections as they are, the score with its bias: one addition in float32."""
+    """Unchanged projections, and the score with its bias: one addition in float32."""
     kv, score = case.tensors["kv_score"].double().chunk(2, dim=-1)
     ratio = int(case.numbers["ratio"])
     ape = case.tensors["ape"].double()
@@ -179,7 +179,7 @@ def _compressed_row(case: Case) -> Finding:
     present = case.tensors["present"]
     ratio, overlap = int(case.numbers["ratio"]), bool(case.numbers["overlap"])
     kv, score = state.chunk(2, dim=-1)
-    if overlap:  # an older token's first half is for the window after its own
+    if overlap:  # an older token's first half belongs to the window after its own
         width = kv.shape[-1] // 2
         kv, score = (
             torch.cat((each[:, :ratio, :width], each[:, ratio:, width:]), 1) for each in (kv, score)
@@ -198,7 +198,7 @@ def _compressed_row(case: Case) -> Finding:
     slack[:, -width:] = error[:, -width:].unflatten(1, (-1, 2)).norm(dim=-1).repeat_interleave(2, 1)
     layout = str(case.numbers["layout"])
     half = _unit(torch.bfloat16) / 2
-    if layout == MAIN_FP8:  # rounded before RoPE by some, not by others
+    if layout == MAIN_FP8:  # some implementations round before RoPE, others do not
         slack[:, -width:] += half * pair[:, -width:]
     else:
         slack += half * pair
@@ -206,13 +206,13 @@ def _compressed_row(case: Case) -> Finding:
 
 
 def _index_query(case: Case) -> Finding:
-    """RoPE and one FP8 scale a head, which the weight carries."""
+    """RoPE and one FP8 scale a head, which is folded into the weight."""
     q, weights = case.tensors["q"].double(), case.tensors["weights"].double()
     exact, size = _rope(q, case.tensors["cos_sin"])
     factor = float(case.numbers["softmax_scale"]) * float(case.numbers["head_scale"])
     codes, got = case.tensors["codes"], case.tensors["weights_out"].double()
     scale = got / (weights * factor)
-    # A power of two; the weight's own roundings are far smaller than the step to the next.
+    # A power of two; the weight's own rounding is far smaller than the step to the next power.
     scale = torch.exp2(torch.log2(scale.abs()).round()).nan_to_num(nan=1.0, posinf=1.0)
     heads = exact.flatten(0, 1).cpu()
     slack = (_unit(torch.bfloat16) / 2 * size).flatten(0, 1).cpu()
@@ -238,10 +238,10 @@ def _index_query(case: Case) -> Finding:
 
 
 def _selection(case: Case) -> Finding:
-    """Every selected entry at least as good as the best left out, less the scores' error."""
+    """Every selected entry is as good as the best one left out, up to the scores' error."""
     layout, k = str(case.numbers["layout"]), int(case.numbers["k"])
     chosen = case.tensors["chosen"].cpu().long().flatten()
-    if not len(case.tensors["data"]):  # before the first entry is closed
+    if not len(case.tensors["data"]):  # before the first entry is complete
         taken = chosen[chosen >= 0].tolist()
         worst = math.inf if taken else 0.0
         return Finding(case.method, not taken, worst, 0, f"{taken} chosen, none can be seen")
@@ -261,10 +261,10 @@ def _selection(case: Case) -> Finding:
 
 
 def _slots(case: Case) -> Finding:
-    """Slots in a list are those that the block table gives for what must be listed, each once.
+    """Listed slots are those that the block table gives for the wanted places, each once.
 
-    Wanted are the places from ``first`` to before ``last``; ``length``, if it is there, says how
-    many of the list count, and negative slots never do.
+    The places from ``first`` to before ``last`` are wanted. ``length``, if present, says how many
+    of the list count; negative slots never do.
     """
     page_size = int(case.numbers["page_size"])
     table = case.tensors["table"].cpu().long().flatten()
@@ -290,9 +290,10 @@ def _attention(case: Case) -> Finding:
     """Softmax over the listed rows and the sink, from the bytes in both caches.
 
     Scores are float32 sums of products of bf16 values (a row's e4m3 code times its power of two is
-    one); probabilities are rounded to bf16 before the second product, and so is the result. A term
-    that is missing from the sum (the sink, a row) moves all channels of a head by the same factor,
-    for which their roundings, being independent, nearly cancel: that factor is judged as well.
+    one). Probabilities are rounded to bf16 before the second product, and so is the result. A
+    missing term of the sum (the sink, a row) scales all channels of a head by one factor, while the
+    channels' independent roundings nearly cancel in the estimate of such a factor; so that factor
+    is judged as well.
     """
     rows = [
         ROW_FORMATS[MAIN_FP8].decode(data.cpu(), scales.cpu())
@@ -309,7 +310,7 @@ def _attention(case: Case) -> Finding:
     share = weight / total
     want = share @ keys
     got = case.tensors["out"].cpu()
-    # exp(x (1 + e)) errs by |x| e relative to itself.
+    # exp(x (1 + e)) has a relative error of |x| e.
     relative = 2 * math.sqrt(q.shape[-1]) * _EPS32 * sizes + 4 * _EPS32 * (scores - largest).abs()
     error = (share * (relative + _unit(torch.bfloat16) / 2)) @ keys.abs()
     error += (share * relative).sum(-1, keepdim=True) * want.abs()
@@ -327,9 +328,9 @@ def _attention(case: Case) -> Finding:
 
 
 def attended(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Bytes and scales of the window's rows and of the entries that were chosen, if there are any.
+    """Return bytes and scales of the window's rows and of the selected entries, if any.
 
-    Entries lie as they were chosen: where ``chosen`` is negative, none was.
+    Entries are in the order of the selection; a negative ``chosen`` has no entry.
     """
     found = {}
     for name in ("window", "entries"):
@@ -343,7 +344,7 @@ def attended(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def dense_weight(case: Case, name: str) -> Tensor:
-    """A linear layer's weight in float64: as it is, or codes with scales of 128 x 128 blocks."""
+    """Decode a linear weight to float64: plain, or codes with scales of 128 x 128 blocks."""
     weight, scale = case.tensors[name], case.tensors.get(f"{name}_scale")
     if scale is None:
         return weight.double()
@@ -357,7 +358,7 @@ def dense_weight(case: Case, name: str) -> Tensor:
 def _projection(case: Case) -> Finding:
     """Inverse RoPE and ``wo_a`` by groups; the heads may be rounded to e4m3.
 
-    Those errors are independent and add as squares, whatever precision the product has.
+    Those errors are independent and add as squares, whatever the product's precision.
     """
     o = case.tensors["o"].double()
     rotated, size = _rope(o, case.tensors["cos_sin"], inverse=True)
@@ -374,7 +375,7 @@ def _projection(case: Case) -> Finding:
 def _hc_pre(case: Case) -> Finding:
     """Gates from the normed streams, Sinkhorn, the collapsed streams and their norm.
 
-    A kernel that makes the streams as well (``fused``) may go on with them before their rounding.
+    A kernel that computes the streams as well (``fused``) may use them before their rounding.
     """
     names = ("h", "fn", "base", "scale")
     h, fn, base, scale = (case.tensors[name].double() for name in names)
@@ -382,7 +383,7 @@ def _hc_pre(case: Case) -> Finding:
     eps, hc_eps = float(case.numbers["norm_eps"]), float(case.numbers["hc_eps"])
     flat = _rms(h.flatten(1), eps)
     mix = flat @ fn.T
-    # Both factors rounded to TF32, independently, and a float32 sum.
+    # Both factors are rounded to TF32, independently; the sum is float32.
     spread = (flat.square() @ fn.square().T).sqrt()
     unit = _unit(case.tensors["y"].dtype)
     early = unit / 2 if case.numbers.get("fused") else 0.0
@@ -406,11 +407,11 @@ def _hc_pre(case: Case) -> Finding:
     weight = case.tensors.get("norm_weight")
     if weight is not None:
         root = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-        # The norm of an erring y errs as much again, along y.
+        # The norm of an inexact y adds an error of the same size along y.
         along = (allowed * y.abs()).mean(-1, keepdim=True) * root.square()
         y = y * root * weight.double()
         allowed = allowed * root * weight.double().abs() + (along + 1.5 * unit) * y.abs()
-    # A doubly stochastic scaling passes on at most the errors of a row and of a column.
+    # A doubly stochastic scaling amplifies at most the errors of a row and of a column.
     worst = e_comb.amax(-1).view(-1, 1, 1)
     wanted = {
         "y": (got, y, allowed + 1e-30),
@@ -421,9 +422,9 @@ def _hc_pre(case: Case) -> Finding:
 
 
 def _at_rest(case: Case) -> Finding:
-    """Rows that were written are what they were, and none of their codes is NaN.
+    """Written rows are unchanged, and none of their codes is NaN.
 
-    Nothing is asked of a row that lies elsewhere now.
+    A row whose slot has changed is not judged.
     """
     before, after = case.tensors["before"], case.tensors["after"]
     moved = case.tensors["slots"] != case.tensors["slots_before"]
@@ -462,7 +463,7 @@ def _hc_post(case: Case) -> Finding:
 
 
 def _hc_head(case: Case) -> Finding:
-    """Streams collapsed after the last layer."""
+    """Streams collapsed after the last layer: float32 sums, one rounding."""
     names = ("h", "fn", "base", "scale")
     h, fn, base, scale = (case.tensors[name].double() for name in names)
     flat = _rms(h.flatten(1), float(case.numbers["norm_eps"]))
@@ -475,12 +476,12 @@ def _hc_head(case: Case) -> Finding:
 
 
 def _linear(case: Case) -> Finding:
-    """A block of a linear layer's outputs: one rounding of the result, float32 sums.
+    """A block of a linear layer's outputs: float32 sums, one rounding of the result.
 
-    An FP8 layer also rounds what it is given to e4m3, by groups of 128 channels: independent
-    errors, which add as squares. A wrong scale of a block of the weight moves many outputs by less
-    than eight deviations each, but their mean square by far more than that of roundings can be:
-    over R outputs whose errors have correlations c it is at most one, and its deviation at most
+    An FP8 layer also rounds its input to e4m3, by groups of 128 channels: independent errors, which
+    add as squares. A wrong scale of a block of the weight moves many outputs by less than eight
+    deviations each, but their mean square by far more than roundings can: over R outputs whose
+    errors have correlations c, the expected mean square is at most one, and its deviation at most
     ``sqrt(2 sum c^2) / R``.
     """
     x, weight = case.tensors["x"].double(), dense_weight(case, "weight")
@@ -493,7 +494,7 @@ def _linear(case: Case) -> Finding:
     allowed += 2 * math.sqrt(x.shape[1]) * _EPS32 * sizes + 1e-30
     pairs: dict[str, tuple[Tensor, ...]] = {}
     if "weight_scale" in case.tensors:
-        # Below e4m3's normal numbers the error stays what it is there.
+        # Below e4m3's normal numbers the absolute error is constant.
         groups = x.unflatten(1, (-1, 128)).abs()
         least = groups.amax(-1, keepdim=True) * 2.0**-13
         squares = torch.maximum(groups, least).square().flatten(1)
@@ -512,9 +513,9 @@ def _linear(case: Case) -> Finding:
 def _experts(case: Case) -> Finding:
     """Outputs of the routed experts of one token: SwiGLU between two products, and their sum.
 
-    What enters a product may be rounded to e4m3. An input's rounding error reaches an output
+    The inputs of a product may be rounded to e4m3. An input's rounding error reaches an output
     through both halves of every expert, linearly, so that its whole effect is one number; errors of
-    different channels are independent. Gates, and what leaves SwiGLU, are rounded to bf16 as well.
+    different channels are independent. Gates, and SwiGLU's result, are rounded to bf16 as well.
     """
     x, unit = case.tensors["x"].double().flatten(), _unit(case.tensors["x"].dtype) / 2
     limit, coded = float(case.numbers["limit"]), "w13_scale" in case.tensors
@@ -552,7 +553,7 @@ def _experts(case: Case) -> Finding:
 
 
 def _expert_weight(case: Case, name: str, expert: int) -> Tensor:
-    """A matrix of one expert in float64: as it is, or MXFP4."""
+    """Decode a matrix of one expert to float64: plain, or MXFP4."""
     weight, scale = case.tensors[name][expert], case.tensors.get(f"{name}_scale")
     if scale is None:
         return weight.double()
@@ -560,7 +561,7 @@ def _expert_weight(case: Case, name: str, expert: int) -> Tensor:
 
 
 def _router(case: Case) -> Finding:
-    """The experts of a token and their weights, from the router's logits or what they are made of.
+    """The experts of a token and their weights, from the router's logits or its inputs.
 
     ``sqrt(softplus(logit))`` is the score; the best by score plus bias are chosen, or those that
     are ``known`` by the token's id; weights are their scores, normed to the sum ``scale``.
@@ -572,7 +573,7 @@ def _router(case: Case) -> Finding:
         x, weight = case.tensors["x"].double(), case.tensors["weight"].double()
         logits = x @ weight.T
         error = 2 * math.sqrt(x.shape[1]) * _EPS32 * (x.abs() @ weight.abs().T)
-    # log(1 + exp) in float32, however it is written; a root, a sum.
+    # Bounds of log(1 + exp) in float32 in any formulation, then a root and a sum.
     low, high = (
         (torch.nn.functional.softplus(each, threshold=40) + by).clamp(min=0).sqrt()
         for each, by in ((logits - error, -_EPS32), (logits + error, _EPS32))
@@ -591,7 +592,7 @@ def _router(case: Case) -> Finding:
 
 
 def _wrong_experts(case: Case, token: int, ids: Tensor, low: Tensor, high: Tensor) -> str:
-    """Why these cannot be a token's experts; empty if they can."""
+    """Explain why these cannot be a token's experts; "" if they can."""
     chosen = ids.tolist()
     if len(set(chosen)) < len(chosen) or min(chosen) < 0 or max(chosen) >= len(low):
         return f"experts {chosen}: one twice, or none"

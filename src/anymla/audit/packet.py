@@ -1,7 +1,7 @@
-"""The cases of one step as places in one block of bytes, which travels to the judge at once.
+"""The cases of one step as places in one block of bytes, which the judge receives at once.
 
-An engine's adapter gathers tensors on the device and says which of them make a case; nothing is
-looked at, converted or split before the bytes have left the device.
+An engine's adapter gathers tensors on the device and plans which of them form a case. No value is
+read, converted or split before the bytes have left the device.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from anymla.audit.case import Case
 
-_ALIGNMENT = 16  # of a tensor in the block, in bytes
+_ALIGNMENT = 16  # bytes, alignment of a tensor in the block
 
 
 class Held(NamedTuple):
-    """Where a tensor lies in a block of bytes.
+    """Place of a tensor in a block of bytes.
 
     Attributes:
-        offset: of its first element, in bytes.
-        dtype: of its elements.
-        shape: of the tensor.
-        stride: in elements.
-        mark: index of the step number that says whether it was recorded; -1 if it always is.
+        offset: offset of its first element, in bytes.
+        dtype: dtype of its elements.
+        shape: shape of the tensor.
+        stride: strides in elements.
+        mark: index of the step number that says if it was recorded; -1 if it always is.
     """
 
     offset: int
@@ -36,28 +36,28 @@ class Held(NamedTuple):
     mark: int = -1
 
     def narrow(self, dim: int, start: int, length: int) -> Held:
-        """As ``Tensor.narrow``."""
+        """Narrow a dimension, as ``Tensor.narrow`` does."""
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         return self._replace(offset=self._at(dim, start), shape=shape)
 
     def select(self, dim: int, index: int) -> Held:
-        """As ``Tensor.select``."""
+        """Select an index, as ``Tensor.select`` does."""
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         stride = self.stride[:dim] + self.stride[dim + 1 :]
         return self._replace(offset=self._at(dim, index), shape=shape, stride=stride)
 
     def rows(self, *shape: int) -> Held:
-        """The first dimension kept, what follows it seen as ``shape``, of as many elements."""
+        """Keep the first dimension, and reshape the others to ``shape``."""
         return self._replace(
             shape=(self.shape[0], *shape), stride=(self.stride[0], *contiguous(shape))
         )
 
     def seen_as(self, dtype: torch.dtype) -> Held:
-        """As ``Tensor.view`` of a dtype of the same size."""
+        """Reinterpret the elements as a dtype of the same size, as ``Tensor.view`` does."""
         return self._replace(dtype=dtype)
 
     def of(self, block: Tensor) -> Tensor:
-        """The tensor itself: a view of uint8 ``block``."""
+        """Return the tensor itself, a view of uint8 ``block``."""
         size = self.dtype.itemsize
         start, count = self.offset, 1
         if 0 in self.shape:
@@ -72,7 +72,7 @@ class Held(NamedTuple):
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -81,7 +81,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Planned(NamedTuple):
-    """A ``Case`` whose tensors still are places in a block."""
+    """A ``Case`` whose tensors are still places in a block."""
 
     method: str
     layer: str
@@ -96,11 +96,11 @@ class Packed:
     """The cases of a step, on the CPU.
 
     Attributes:
-        planned: the cases.
-        block: uint8, all of their tensors.
-        step: the engine's.
-        marks: int64 [..], the step in which each recorded tensor was written; None if all are new.
-        made_by: as a case has it.
+        planned: cases whose tensors are places in ``block``.
+        block: uint8 bytes of all of their tensors.
+        step: number of the engine's step.
+        marks: int64 [..], step in which each recorded tensor was written; None if all are new.
+        made_by: versions and device, as in a case.
     """
 
     planned: list[Planned]
@@ -111,14 +111,14 @@ class Packed:
 
     @classmethod
     def of(cls, case: Case) -> Packed:
-        """One case, with tensors on the CPU that nobody else writes."""
+        """Pack one case, whose tensors are on the CPU and not written by others."""
         packet = Packet()
         held = {name: packet.hold(each) for name, each in case.tensors.items()}
         packet.plan(case.method, case.layer, case.requests, case.positions, held, **case.numbers)
         return cls(packet.planned, packet.block(torch.device("cpu")), case.step)
 
     def case(self, index: int) -> Case:
-        """The case with that number; its tensors are views of the block."""
+        """Return the case with that index; its tensors are views of the block."""
         each = self.planned[index]
         tensors = {name: held.of(self.block) for name, held in each.tensors.items()}
         names, numbers = list(each.requests), dict(each.numbers)
@@ -134,7 +134,7 @@ class Packed:
         )
 
     def cases(self) -> Iterator[Case | None]:
-        """All cases; None for one with a tensor that this step has not written."""
+        """Yield all cases; None for one with a tensor that this step has not written."""
         marks = None if self.marks is None else self.marks.of(self.block).tolist()
         for index, each in enumerate(self.planned):
             held = each.tensors.values()
@@ -146,18 +146,18 @@ class Packet:
     """Tensors and cases of a step while they are collected.
 
     Attributes:
-        planned: the cases so far.
-        nbytes: of the tensors so far.
+        planned: cases so far.
+        nbytes: bytes of the tensors so far.
     """
 
     def __init__(self) -> None:
-        """Nothing is held."""
+        """Start without tensors and cases."""
         self.planned: list[Planned] = []
         self.nbytes = 0
         self._parts: list[Tensor] = []
 
     def hold(self, tensor: Tensor) -> Held:
-        """Take a tensor along. Its values are read when ``block`` is called."""
+        """Add a tensor. Its values are read when ``block`` is called."""
         held = Held(self.nbytes, tensor.dtype, tuple(tensor.shape), contiguous(tuple(tensor.shape)))
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         self._parts.append(flat)
@@ -176,11 +176,11 @@ class Packet:
         tensors: dict[str, Held],
         **numbers: float | int | str,
     ) -> None:
-        """Add a case."""
+        """Plan a case from tensors of the packet."""
         self.planned.append(Planned(method, layer, requests, positions, tensors, numbers))
 
     def block(self, device: torch.device) -> Tensor:
-        """All tensors side by side: uint8 [nbytes] on ``device``."""
+        """Return all tensors side by side: uint8 [nbytes] on ``device``."""
         if not self._parts:
             return torch.empty(0, dtype=torch.uint8, device=device)
         return torch.cat(self._parts)

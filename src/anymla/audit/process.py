@@ -1,6 +1,6 @@
 """Judges cases in a process of its own, which shares no interpreter lock with the engine.
 
-Run as ``python -m anymla.audit.process``: reads the cases of a step from stdin, as the engine's
+Run as ``python -m anymla.audit.process``: it reads the cases of a step from stdin, as the engine's
 process packed them, and answers with a line of JSON. The engine only copies bytes into a pipe.
 """
 
@@ -22,35 +22,35 @@ from anymla.audit.checks import Finding, judge
 from anymla.audit.packet import Packed
 from anymla.child_process import python_command, same_modules
 
-# Of a case: what the check says, why it failed, or None where nothing was recorded.
+# Answer for a case: its finding, the reason why the check failed, or None if nothing was recorded.
 Answer = Finding | str | None
 
 
 def judge_here(packed: Packed) -> list[Answer]:
-    """What ``checks.judge`` says of each case of a step."""
+    """Return the answer of ``checks.judge`` for each case of a step."""
     answers: list[Answer] = []
     for case in packed.cases():
         try:
             answers.append(None if case is None else judge(case))
-        except Exception as error:  # of one case; the next may be in order
+        except Exception as error:  # an error concerns one case only; the next may be in order
             answers.append(f"{type(error).__name__}: {error}")
     return answers
 
 
 class JudgeProcess:
-    """A process that judges; it is started by the first case and ends with this one."""
+    """A judging process; the first case starts it, and it ends with this process."""
 
     def __init__(self, threads: int = 2) -> None:
-        """Nothing is started yet.
+        """Start nothing yet.
 
         Args:
-            threads: that it computes with.
+            threads: number of threads that it computes with.
         """
         self._threads = threads
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, packed: Packed) -> Sequence[Answer]:
-        """As ``judge_here``.
+        """Judge as ``judge_here`` does.
 
         Raises:
             OSError: the process has ended; the next call starts another.
@@ -107,7 +107,7 @@ def _written(answer: Answer) -> Any:
     if not isinstance(answer, Finding):
         return answer
     words = dataclasses.asdict(answer)
-    # JSON knows no infinity.
+    # JSON has no infinity.
     return words | {"worst": repr(answer.worst), "mean": repr(answer.mean)}
 
 
@@ -119,7 +119,7 @@ def _read(words: Any) -> Answer:
 
 if __name__ == "__main__":
     os.nice(10)
-    # What else prints must not come between the answers.
+    # Other output must not come between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _serve(sys.stdin.buffer, answers)

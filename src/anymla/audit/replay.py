@@ -1,4 +1,4 @@
-"""A case again on anymla's own backends, so that it shows who agrees with whom."""
+"""Replay of a case on anymla's own backends, to compare their results with the engine's."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ BACKENDS = ("reference", "torch", "triton")
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a result of a case is worth.
+    """Judgement of one result of a case.
 
     Attributes:
         who: "engine", or the backend of anymla's operation.
-        found: of the check; None if that backend cannot compute the case.
-        why: why not.
+        found: finding of the check; None if that backend cannot compute the case.
+        why: reason why it cannot, or "".
     """
 
     who: str
@@ -44,12 +44,11 @@ def replay(case: Case, device: torch.device | str = "cpu") -> list[Verdict]:
     """Judge the engine's result, and the results of all backends that compute the method.
 
     Args:
-        case: as dumped.
-        device: where the backends compute.
+        case: case as dumped.
+        device: device of the backends' computations.
 
     Raises:
-        ValueError: as ``judge``, or tensors and numbers that do not fit each other: see
-            ``check_form``.
+        ValueError: see ``judge``; or tensors and numbers do not fit each other, see ``check_form``.
     """
     check_form(case)
     verdicts = [Verdict("engine", _judged(case))]
@@ -63,7 +62,7 @@ def replay(case: Case, device: torch.device | str = "cpu") -> list[Verdict]:
     return verdicts
 
 
-# What torch and operations raise for values that no form forbids.
+# Errors that torch and operations raise for values that no form check excludes.
 _UNFIT = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
 
 
@@ -76,11 +75,11 @@ def _judged(case: Case) -> Finding:
 
 
 def recompute(case: Case, backend: str) -> Case:
-    """The case with the results that anymla's operation gives on that backend.
+    """Return the case with the results of anymla's operation on that backend.
 
     Raises:
         ValueError: no operation computes this method, or the case lacks an input.
-        BackendUnavailable: the backend cannot.
+        BackendUnavailable: the backend cannot compute it.
     """
     try:
         made = _METHODS[case.method](case, backend)
@@ -90,7 +89,7 @@ def recompute(case: Case, backend: str) -> Case:
 
 
 def _places(case: Case) -> Tensor:
-    """Places of the tokens in a table that has one row for each."""
+    """Return the tokens' row numbers in a table with one row for each token."""
     return torch.arange(len(case.tensors["cos_sin"]), device=case.tensors["cos_sin"].device)
 
 
@@ -99,7 +98,7 @@ def _empty_page(layout: str, entries: int, device: torch.device) -> Tensor:
 
 
 def _page(layout: str, data: Tensor, scales: Tensor) -> Tensor:
-    """A cache of one page that holds these rows."""
+    """Build a cache of one page that holds these rows."""
     cache = _empty_page(layout, len(data), data.device)
     planes = get_layout(layout).planes(cache)
     assert planes[1] is not None
@@ -251,7 +250,7 @@ def _experts(case: Case, backend: str) -> dict[str, Tensor]:
     x, w13, w2 = (case.tensors[name] for name in ("x", "w13", "w2"))
     half, count = w13.shape[1] // 2, w2.shape[1]
     plain = "w13_scale" not in case.tensors
-    # Of the outputs only some are there; what the others are does not matter.
+    # Only some of the outputs are in the case; the values of the others do not matter.
     names = ("w2",) if plain else ("w2", "w2_scale")
     down = {n: _with_rows(case.tensors[n], x.shape[1]) for n in names}
     lists = {
@@ -278,7 +277,7 @@ def _experts(case: Case, backend: str) -> dict[str, Tensor]:
 
 
 def _with_rows(tensor: Tensor, count: int, dim: int = 1) -> Tensor:
-    """Filled up with zeros to so many rows."""
+    """Pad with zeros to ``count`` rows."""
     shape = list(tensor.shape)
     shape[dim] = count - shape[dim]
     return torch.cat((tensor, tensor.new_zeros(shape)), dim)

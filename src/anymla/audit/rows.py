@@ -1,8 +1,8 @@
-"""Copies chosen rows of an engine's tensors to fixed places, within captured graphs as well.
+"""Recorder that copies chosen rows of an engine's tensors, in captured graphs as well.
 
-A captured step runs no Python. So what a hook notes while a step is captured becomes one launch of
-the graph, which every replay repeats: it reads from the device which rows are asked for, and
-whether this layer is looked at in this step at all. If not, it ends at once.
+A captured step runs no Python. So a hook's notes during the capture become one launch in the graph,
+which every replay repeats. The launch reads from the device which rows are wanted, and if this
+layer is looked at in this step at all. If not, it ends at once.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from anymla.audit.packet import Held, Packet, contiguous
 
 _ALIGNMENT = 16
-_WORD = 4  # rows are copied in words of four bytes
+_WORD = 4  # bytes; rows are copied in words
 _BLOCK = 4096  # words that a program copies at a time
-_NAMES = 96  # at most, of a section
+_NAMES = 96  # most names of a section
 _CAPTURED = 1 << 17  # tensors that all graphs together may record
-_FIELDS = 6  # of a tensor in a table that the kernel reads; the last one is not used
+_FIELDS = 6  # fields of a tensor in the kernel's table; the last one is not used
 
 
 class _Place(NamedTuple):
-    offset: int  # in the section's part of the arena, in bytes
+    offset: int  # bytes within the section's part of the arena
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of a row
+    shape: tuple[int, ...]  # shape of a row
     mark: int
 
 
@@ -35,20 +35,20 @@ class RowRecorder:
     """Rows of tensors, by section (a layer) and name.
 
     Attributes:
-        rows: how many of each tensor are kept.
-        tokens: rows that the step's tensors have at least; shorter ones are passed over.
+        rows: number of rows of each tensor that are kept.
+        tokens: least number of rows of the step's tensors; shorter tensors are ignored.
     """
 
     def __init__(
         self, device: torch.device, rows: int, sections: Sequence[str], capacity: int
     ) -> None:
-        """Reserve memory; nothing is asked for yet.
+        """Reserve memory without choosing rows.
 
         Args:
-            device: of the tensors.
-            rows: that are kept of each.
-            sections: their names.
-            capacity: bytes of a section, for ``rows`` rows of all its tensors.
+            device: device of the tensors.
+            rows: number of rows of each tensor that are kept.
+            sections: names of the sections.
+            capacity: bytes of a section, enough for ``rows`` rows of all its tensors.
         """
         self.rows, self.tokens = rows, 0
         self._device = device
@@ -60,10 +60,10 @@ class RowRecorder:
         self._used = dict.fromkeys(sections, 0)
         self._arena = torch.empty(len(sections), self._capacity, dtype=torch.uint8, device=device)
         self._marks = torch.full((len(sections) * _NAMES,), -1, dtype=torch.int64, device=device)
-        self._count = 0  # of marks in use
+        self._count = 0  # number of marks in use
         self._control = torch.zeros(1 + rows + len(sections), dtype=torch.int64, device=device)
         self._waiting: list[tuple[str, _Place, Tensor]] = []
-        # What graphs have recorded: on the device its addresses must stay.
+        # Tables that graphs have recorded: their addresses on the device must not change.
         size = _CAPTURED if device.type == "cuda" else 0
         self._table = torch.zeros(size, _FIELDS, dtype=torch.int64, device=device)
         self._entries: list[list[int]] = []
@@ -72,12 +72,12 @@ class RowRecorder:
             self._launch_kernel(self._table[:1], 0)
 
     def choose(self, step: int, rows: Sequence[int], sections: Collection[str]) -> None:
-        """Ask for rows of the tensors of sections from now on.
+        """Choose rows of the tensors of sections, from now on.
 
         Args:
-            step: kept with what is recorded.
-            rows: one to ``self.rows`` of them; fewer are filled up with the last one.
-            sections: their names; others are left alone.
+            step: step number that is kept with the recorded rows.
+            rows: row numbers, one to ``self.rows`` of them; fewer are padded with the last one.
+            sections: names of the sections; others record nothing.
         """
         self._chosen = [*rows, *[rows[-1]] * (self.rows - len(rows))]
         self._asked = frozenset(sections)
@@ -89,27 +89,27 @@ class RowRecorder:
             self._written = len(self._entries)
 
     def release(self) -> None:
-        """Ask for nothing."""
+        """Choose no rows."""
         self._asked = frozenset()
         self._control[1 + self.rows :].zero_()
 
     @property
     def captured(self) -> bool:
-        """Whether a graph is being captured on this stream."""
+        """True if a graph is being captured on this stream."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def wants(self, section: str) -> bool:
-        """Whether tensors of the section are to be noted: in this step, or in a graph's replays."""
+        """True if tensors of the section are recorded, in this step or in a graph's replays."""
         return section in self._index and (section in self._asked or self.captured)
 
     def note(self, section: str, name: str, tensor: Tensor) -> None:
-        """Record the chosen rows of a tensor [tokens, ..], when ``flush`` is called.
+        """Record the chosen rows of a tensor [tokens, ..] at the next ``flush``.
 
-        A name of another shape or dtype than before takes another place; what graphs wrote to the
-        old one is not seen again.
+        A name with another shape or dtype than before takes another place; rows that graphs write
+        to the old place are ignored.
 
         Raises:
-            ValueError: no room, or rows that are no multiple of four bytes.
+            ValueError: there is no room, or rows are no multiple of four bytes.
         """
         if len(tensor) < max(1, self.tokens):
             return
@@ -122,7 +122,7 @@ class RowRecorder:
         self._waiting.append((section, place, tensor.detach()))
 
     def flush(self) -> None:
-        """Copy what was noted, on the current stream."""
+        """Copy the noted tensors' rows, on the current stream."""
         waiting, self._waiting = self._waiting, []
         for section in dict.fromkeys(section for section, _, _ in waiting):
             noted = [(place, tensor) for each, place, tensor in waiting if each == section]
@@ -137,12 +137,12 @@ class RowRecorder:
                 self._marks[place.mark] = self._control[0]
 
     def last(self, section: str, name: str) -> Tensor | None:
-        """The rows recorded last, on the device: [rows, ..]; None if there never were any."""
+        """Return the rows recorded last, on the device: [rows, ..]; None if there are none."""
         place = self._places[section].get(name)
         return None if place is None else self._view(section, place)
 
     def hold(self, packet: Packet, section: str) -> dict[str, Held]:
-        """Add a section to a packet: where each name's rows lie in it."""
+        """Add a section to a packet, and return the place of each name's rows."""
         index = self._index[section]
         start = packet.hold(self._arena[index, : self._used[section]]).offset
         found = {}
@@ -153,7 +153,7 @@ class RowRecorder:
         return found
 
     def hold_marks(self, packet: Packet) -> Held:
-        """Add the steps in which places were written to a packet."""
+        """Add the step numbers of all places to a packet."""
         return packet.hold(self._marks[: self._count])
 
     def _place(self, section: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Place:
@@ -210,7 +210,7 @@ class RowRecorder:
         )
 
     def _send(self, target: Tensor, values: Sequence[int] | Sequence[Sequence[int]]) -> None:
-        """Host values to the device; nothing waits."""
+        """Copy host values to the device without waiting."""
         pinned = self._device.type == "cuda"
         held = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
         target.copy_(held, non_blocking=pinned)

@@ -1,4 +1,4 @@
-"""How often an audit looks, at how much, and where it leaves what it finds."""
+"""Settings of an audit: its frequency, its extent, and the place of its dumps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Settings:
     """Settings of an audit.
 
     Attributes:
-        every: a step in so many is audited.
-        requests: tokens that are looked at in such a step, each of another request.
-        layers: layers of each compress ratio that are looked at in such a step, in turn.
-        seed: of the choice of tokens; the same seed and traffic give the same choice.
-        directory: where dumps go; empty for none.
-        dumps: how many are written at most.
-        mebibytes: how large one may be.
-        judges: processes that judge.
+        every: period in steps; one step in so many is audited.
+        requests: number of tokens looked at in such a step, each of another request.
+        layers: number of layers of each compress ratio looked at in such a step, in turn.
+        seed: seed of the choice of tokens; the same seed and traffic give the same choice.
+        directory: directory of dumps; "" for none.
+        dumps: most dumps that are written.
+        mebibytes: largest size of a dump in MiB.
+        judges: number of processes that judge.
     """
 
     every: int = 200
@@ -31,7 +31,7 @@ class Settings:
     judges: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ValueError for counts that mean nothing."""
+        """Raise ValueError for counts out of range."""
         for field in dataclasses.fields(self):
             least = {"seed": 0, "dumps": 0}.get(field.name, 1)
             value = getattr(self, field.name)
@@ -43,7 +43,7 @@ class Settings:
         """Read ``"every=200,requests=2"``.
 
         Raises:
-            ValueError: a name that is none, or a value that is no number.
+            ValueError: a name is unknown, or a value is no number.
         """
         known = {field.name: field.type for field in dataclasses.fields(cls)}
         values: dict[str, int | str] = {}

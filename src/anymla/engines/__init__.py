@@ -1,1 +1,1 @@
-"""Adapters that put anymla into serving engines; nothing else imports them."""
+"""Adapters that run anymla inside serving engines; no other module imports them."""

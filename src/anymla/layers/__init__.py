@@ -1,1 +1,1 @@
-"""The parts of the network as modules that read like the figures of the paper."""
+"""The parts of the network as modules, structured as in the figures of the paper."""

@@ -21,28 +21,29 @@ from anymla.layers.step import Step
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert, rms_norm, rope
 
-# Up to here queries and index queries are one product: it takes as long as reading the weights, and
-# a launch less is a gain.
+# Up to this many tokens a product takes as long as reading its weight, so one launch less is a
+# gain.
 _MOST_PAIRED_TOKENS = 256
 
 
 class AttentionLayer(nn.Module):
-    """Attention of one layer, whatever its compression ratio; ``spec`` says which.
+    """Attention of one layer; ``spec`` selects its compression ratio and its other variants.
 
-    Where ranks share it, each has some heads and their output groups; the caches, and what writes
-    them, are the same on all.
+    If ranks share the layer, each has some heads and their output groups. The caches, and the
+    modules that write them, are the same on all ranks.
 
     Attributes:
-        spec: the layer as data.
-        wq_a_wkv: query projection down to the latent, and projection to the one key that all
-            heads share, which is the value as well.
-        wq_b: query projection from the latent up to the heads.
+        spec: description of the layer.
+        wq_a_wkv: query projection to the latent, merged with the projection to the single key that
+            all heads share; that key is the value as well.
+        wq_b: query projection from the latent to the heads.
         q_norm, kv_norm: RMSNorm weights [q_lora_rank] and [D].
-        heads: what the heads do with the rows that are chosen for them.
-        compressor, indexer: None where the spec has none.
-        projections: of both compressors and of the index heads' weights, where there are two.
-        queries: ``wq_b`` and the indexer's, for few tokens; None on a CPU, where weights stay in
-            their mapped files.
+        heads: attention of the heads over the rows that are listed for them.
+        compressor, indexer: modules of the layer; None if the spec has none.
+        projections: merged projections of both compressors and of the index heads' weights, if
+            there are two compressors.
+        queries: ``wq_b`` merged with the indexer's, for few tokens; None on a CPU, where weights
+            stay in their mapped files.
         output: inverse RoPE and output projection.
     """
 
@@ -87,7 +88,7 @@ class AttentionLayer(nn.Module):
 
     @property
     def reads_codes(self) -> bool:
-        """Whether it saves a launch to give it its input quantised as well."""
+        """True if it saves a launch to pass the input in quantised form as well."""
         return self.wq_a_wkv.reads_codes
 
     def forward(
@@ -95,9 +96,9 @@ class AttentionLayer(nn.Module):
     ) -> Tensor:
         """Attend [T, hidden] -> [T, hidden]; the step's own rows are written to the caches first.
 
-        A query may read its own window row, and an entry that its own token closes, so every write
-        of the step precedes the first read. What compresses and indexes needs only the layer's
-        input and the latent, and may run beside the projections (``step.side``).
+        A query may read its own window row, and an entry that its own token completes, so every
+        write of the step precedes the first read. The compressor and the indexer need only the
+        layer's input and the latent, and may run in parallel with the projections (``step.side``).
         """
         cos_sin = self.rope.table_for(step.max_seq_len)
         weights = self._write_caches(x, step, cache)
@@ -126,12 +127,12 @@ class AttentionLayer(nn.Module):
         return out
 
     def write_rows(self, x: Tensor, step: Step, cache: LayerCache) -> None:
-        """Write window rows, without attending.
+        """Write window rows without attending.
 
         Args:
-            x: [T, hidden], what the rows are projected from.
-            step: the batch at their positions; padding writes nothing.
-            cache: of the layer.
+            x: [T, hidden], input that the rows are projected from.
+            step: step of those tokens at their positions; padding writes nothing.
+            cache: caches of the layer.
         """
         kv = rms_norm(self.wq_a_wkv.second(x), self.kv_norm, self.eps, backend=self.backend)
         self._insert(kv, step, cache, self.rope.table_for(step.max_seq_len))
@@ -139,7 +140,7 @@ class AttentionLayer(nn.Module):
     def _rotate_and_insert(
         self, q: Tensor, kv: Tensor, step: Step, cache: LayerCache, cos_sin: Tensor
     ) -> Tensor:
-        """The heads [T, H, D], normed if the layer norms them, and rotated; window rows written."""
+        """Return the rotated heads [T, H, D], normed if the layer norms them; write window rows."""
         if not self.spec.norms_heads:
             self._insert(kv, step, cache, cos_sin)
             rotated: Tensor = rope(q, step.positions, cos_sin, backend=self.backend)
@@ -159,7 +160,7 @@ class AttentionLayer(nn.Module):
         return normed
 
     def _insert(self, kv: Tensor, step: Step, cache: LayerCache, cos_sin: Tensor) -> None:
-        """Rotate and write window rows, of normed [T, D]."""
+        """Rotate normed rows [T, D] and write them to the window cache."""
         rows = rope(kv.unsqueeze(1), step.positions, cos_sin, backend=self.backend).squeeze(1)
         quantize_and_insert_k_cache(
             rows,
@@ -170,14 +171,14 @@ class AttentionLayer(nn.Module):
         )
 
     def _write_caches(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor | None:
-        """Write the step's entries and index keys; the index heads' weights, if they are known."""
+        """Write the step's entries and index keys; return the index heads' weights, if computed."""
         if isinstance(self.compressor, LatentCompressor):
             with step.side.beside(first=True):
                 self._write_latent(self.compressor, x, step, cache)
             return None
         own, index, weights, projected_at = x, x, None, None
         if self.indexer is not None and self.indexer.compressor is not None:
-            # From the input to what is chosen is the longest way; entries are not on it.
+            # The path from the input to the selection is the longest; entries are not on it.
             with step.side.beside(first=True):
                 if self.projections is not None:
                     own, index, weights = self.projections(x)
@@ -204,7 +205,7 @@ class AttentionLayer(nn.Module):
         compressor.insert(latent, step, cache.compressed, entries, cache.format.entries)
 
     def _write_entries(self, x: Tensor, step: Step, cache: LayerCache) -> None:
-        """Write the step's compressed entries, of the input or of its projection."""
+        """Write the step's compressed entries, from the input or from its projection."""
         spec = self.spec
         assert self.compressor is not None
         assert spec.compressed_group is not None
@@ -223,7 +224,7 @@ class AttentionLayer(nn.Module):
         )
 
     def _write_keys(self, x: Tensor, step: Step, cache: LayerCache) -> None:
-        """Write the step's index keys, of the input or of its projection."""
+        """Write the step's index keys, from the input or from its projection."""
         assert self.indexer is not None
         assert cache.index is not None
         assert cache.index_state is not None
@@ -239,7 +240,7 @@ class AttentionLayer(nn.Module):
     def _project_queries(
         self, latent: Tensor, coded: QuantizedRows | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
-        """The heads' queries [T, H, D] of this rank, and the indexer's if they come along."""
+        """Return this rank's head queries [T, H, D], and the indexer's if they are merged."""
         pair, few = self.queries, len(latent) <= _MOST_PAIRED_TOKENS
         if pair is None or not few or not self._chooses(step):
             projected, index_q = self.wq_b(latent, coded), None
@@ -257,7 +258,7 @@ class AttentionLayer(nn.Module):
         step: Step,
         cache: LayerCache,
     ) -> IndexQueries | None:
-        """The indexer's queries; what is known of them is given."""
+        """Return the indexer's queries; the arguments that are None are computed."""
         if self.indexer is None or not self._chooses(step):
             return None
         return self.indexer.queries(
@@ -265,7 +266,7 @@ class AttentionLayer(nn.Module):
         )
 
     def _chooses(self, step: Step) -> bool:
-        """Whether entries are scored in this step."""
+        """True if this step scores entries."""
         return (
             self.indexer is not None
             and not self._attends_to_all(step)
@@ -273,17 +274,17 @@ class AttentionLayer(nn.Module):
         )
 
     def _attends_to_all(self, step: Step) -> bool:
-        """Whether the step lists every entry; a recorder wants to see the selection anyway."""
+        """True if the step lists every entry; a recorder wants the selection in any case."""
         return self.spec.compressed_group in step.dense and step.recorder is None
 
     def _choice(
         self, queries: IndexQueries | None, step: Step, cache: LayerCache
     ) -> tuple[Tensor | None, Rows | None]:
-        """The compressed entries that each token attends to.
+        """Select the compressed entries that each token attends to.
 
         Returns:
-            The indexer's choice, int32 [T, K] in entries of its request, or None; and its rows, or
-            those of all entries, or None without entries.
+            The indexer's selection, int32 [T, K] in entries of its request, or None; and its rows,
+            or the rows of all entries, or None without entries.
         """
         listed = self.spec.listed
         if listed is None:

@@ -1,4 +1,4 @@
-"""The cache tensors of one layer, and the row formats a model's caches are kept in."""
+"""The cache tensors of one layer, and the row formats of a model's caches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from anymla.formats.page_layout import (
 
 @dataclasses.dataclass(frozen=True)
 class CacheFormat:
-    """Layout ids of a model's caches.
+    """Layout ids of a model's caches, which name row formats.
 
     Attributes:
-        main: layout of the window, and of the compressed entries unless they have their own.
-        index: layout of the indexer's keys.
-        compressed: layout of the compressed entries, or None.
+        main: layout id of the window, and of the compressed entries unless they have their own.
+        index: layout id of the indexer's keys.
+        compressed: layout id of the compressed entries, or None.
     """
 
     main: str
@@ -35,11 +35,11 @@ class CacheFormat:
 
     @property
     def entries(self) -> str:
-        """Layout of the compressed entries."""
+        """Layout id of the compressed entries."""
         return self.compressed or self.main
 
     def of(self, kind: str) -> str:
-        """Layout of the rows in a field of ``LayerCache``, or of those its states become."""
+        """Return the layout id of a field of ``LayerCache``; for states, that of their entries."""
         if kind in ("index", "index_state"):
             return self.index
         return self.main if kind == "window" else self.entries
@@ -57,14 +57,14 @@ CACHE_FORMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """Paged caches of one layer; None where it has none, its own or another layer's that it reads.
+    """Paged caches of one layer, shared ones included; a field is None if it has no such cache.
 
     Attributes:
-        format: their row formats.
-        window: [P, B, row] of ``format.main``.
-        compressed: [P, B, row] of ``format.entries``.
+        format: row formats of the caches.
+        window: cache pages [P, B, row] in ``format.main``.
+        compressed: cache pages [P, B, row] in ``format.entries``.
         state: float32 [P, bs, 2 * width], partial states of the compressor.
-        index: [P, B, row] of ``format.index``.
+        index: cache pages [P, B, row] in ``format.index``.
         index_state: float32 [P, bs, 2 * width], partial states of the index compressor.
     """
 

@@ -1,4 +1,4 @@
-"""Activations that are passed quantised, beside their rows, from who makes them to a product."""
+"""Quantised activations, passed beside their rows from their producer to a product."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from anymla.formats.quantized_rows import QuantizedRows
 
 
 def supports_prequantized(weight: Tensor) -> bool:
-    """Whether a launch can be saved: kernels quantise what they make, and read what is quantised.
+    """True if kernels can write quantised outputs and read quantised inputs, which saves a launch.
 
-    On a CPU every product quantises what it reads.
+    On a CPU every product quantises its own input.
     """
     return not weight.is_cpu
 
 
 def allocate(wanted: bool, x: Tensor) -> QuantizedRows | None:
-    """Memory for activations like x [T, ..., K] in quantised form, or None if it is not wanted."""
+    """Allocate the quantised form of activations like x [T, ..., K]; None if it is not wanted."""
     return QuantizedRows.empty(len(x), x.shape[-1], x.device) if wanted else None
 
 
 def as_kwargs(quantised: QuantizedRows | None) -> dict[str, Any]:
-    """The arguments by which operations fill them, or read them."""
+    """Return the keyword arguments by which operations write or read the quantised rows."""
     if quantised is None:
         return {}
     return {"codes": quantised.codes, "code_scales": quantised.scales}

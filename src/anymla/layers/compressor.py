@@ -19,7 +19,7 @@ from anymla.ops.linear import linear_float32
 from anymla.ops.linear.config import plain_backend
 from anymla.ops.norm_rope import rms_norm, rope
 
-# Converted to float32 at every use up to here: 2 MiB of it stay in a core's cache.
+# Weights up to this size are converted to float32 at every use: 2 MiB of it stay in a core's cache.
 _CONVERTED_ELEMENTS = 1 << 19
 
 
@@ -27,10 +27,10 @@ class Compressor(nn.Module):
     """Main compressor of a layer, or the index compressor inside an indexer.
 
     Attributes:
-        kv_gate: [2 * width, hidden], rows of wkv then of wgate, see ``merge_kv_gate``. Its product
-            is float32: the pooling weights are exponentials of it. [width, hidden] where entries
-            are of one token, which needs no weight.
-        ape: float32 [ratio, width], added to the gate by position within the window; zero in models
+        kv_gate: [2 * width, hidden], rows of wkv, then of wgate, see ``merge_kv_gate``. The product
+            is float32, because the pooling weights are exponentials of it. [width, hidden] if an
+            entry has one token and needs no pooling weight.
+        ape: float32 [ratio, width], bias of the gate by position within the window; zero in models
             without it.
         norm: float32 [D], RMSNorm weight of the pooled row.
     """
@@ -68,19 +68,19 @@ class Compressor(nn.Module):
         hadamard: bool = False,
         projected: bool = False,
     ) -> None:
-        """Store each token's partial state, then the entries of the windows that it closes.
+        """Store each token's partial state, then the entries of the windows that it completes.
 
         Args:
-            x: [T, hidden], the layer's normalised input; or, of a compressor whose projection is
-                taken together with another's, float32 [T, 2 * width], the result of its own.
-            step: the batch.
-            state: float32 [P, bs, 2 * width], written.
-            state_group: where the states go.
-            cache: pages of ``layout``, written.
-            cache_group: where the entries go.
+            x: [T, hidden], the layer's normalised input; or, with ``projected``, float32 [T, 2 *
+                width], this compressor's part of a merged projection.
+            step: metadata of the batch.
+            state: float32 [P, bs, 2 * width], partial states, written.
+            state_group: slots of the states.
+            cache: cache pages in ``layout``, written.
+            cache_group: slots of the entries.
             layout: layout id of ``cache``.
-            hadamard: rotate the entry before it is quantised (MXFP4 index keys).
-            projected: what x is.
+            hadamard: True to rotate the entry before it is quantised (MXFP4 index keys).
+            projected: True if x is projected already.
         """
         ratio, width = self.ape.shape
         if not projected:
@@ -116,22 +116,22 @@ class Compressor(nn.Module):
 
 
 class LatentCompressor(Compressor):
-    """A compressor whose entries are also what index keys are projected from.
+    """A compressor from whose entries the index keys are projected.
 
-    The entry before its rotation, called the latent, is rounded to the activations' dtype once; the
-    cache's row is rotated and coded from that.
+    The entry before its rotation is called the latent and is rounded to the activations' dtype
+    once; the cache's row is rotated and quantised from it.
     """
 
     def latent(
         self, x: Tensor, step: Step, state: Tensor | None, state_group: GroupStep | None
     ) -> Tensor:
-        """Normed entries [T, D] of the tokens that close one; zero for the others.
+        """Return normed entries [T, D] of the tokens that complete one; zero for other tokens.
 
         Args:
             x: [T, hidden], the layer's normalised input.
-            step: the batch.
-            state: float32 [P, bs, 2 * D], written; None where entries are of one token.
-            state_group: where the states go, or None.
+            step: metadata of the batch.
+            state: float32 [P, bs, 2 * D], partial states, written; None if an entry has one token.
+            state_group: slots of the states, or None.
         """
         ratio, width = self.ape.shape
         projected = linear_float32(x, self.kv_gate, backend=plain_backend(self.backend))
@@ -167,13 +167,13 @@ class LatentCompressor(Compressor):
     def insert(
         self, rows: Tensor, step: Step, cache: Tensor, cache_group: GroupStep, layout: str
     ) -> None:
-        """Rotate rows by the first positions of their windows and store those that close one.
+        """Rotate rows by the first positions of their windows and store those of complete entries.
 
         Args:
             rows: [T, D], the latent, or keys projected from it.
-            step: the batch.
-            cache: pages of ``layout``, written.
-            cache_group: where the rows go.
+            step: metadata of the batch.
+            cache: cache pages in ``layout``, written.
+            cache_group: slots of the rows.
             layout: layout id of ``cache``.
         """
         first = step.positions + (1 - self.ape.shape[0])
@@ -187,14 +187,14 @@ class LatentCompressor(Compressor):
 def merge_kv_gate(wkv: Tensor, wgate: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Stack wkv [width, hidden] and wgate [width, hidden] into ``kv_gate``.
 
-    It stays as stored where the product takes it so: on devices with activations of the same
-    dtype, and on a CPU if it is small: there a step waits for memory, and reading half as much and
-    converting it takes half the time (2048 x 256, one core). Elsewhere it is float32.
+    The weight keeps its stored dtype where the product accepts that: on devices with activations of
+    the same dtype, and on a CPU if it is small. There a step is bound by memory, and reading half
+    as much and converting it takes half the time (2048 x 256, one core). Elsewhere it is float32.
 
     Args:
-        wkv: as stored.
-        wgate: as stored, or None.
-        dtype: of the activations.
+        wkv: [width, hidden] weight as stored.
+        wgate: [width, hidden] weight as stored, or None.
+        dtype: dtype of the activations.
     """
     merged = wkv if wgate is None else torch.cat((wkv, wgate))
     if merged.device.type == "cpu":
@@ -203,9 +203,9 @@ def merge_kv_gate(wkv: Tensor, wgate: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 class SharedProjection:
-    """The projections of two compressors of one input, and of head weights, as one product.
+    """One product for two compressors' projections of the same input, and for head weights.
 
-    The weights of all become views of the common one.
+    The weights of all become views of the merged one.
     """
 
     def __init__(self, first: Compressor, second: Compressor, heads: Linear | None = None) -> None:
@@ -223,9 +223,10 @@ class SharedProjection:
     def of(
         cls, first: Compressor | None, second: Compressor | None, heads: Linear | None = None
     ) -> SharedProjection | None:
-        """Of two compressors whose weights go together, else None; heads join if theirs does.
+        """Merge two compressors' weights if they fit together, else return None.
 
-        They are of one dtype, and not of those that a CPU converts at every use.
+        Both must have one dtype that a CPU does not convert at every use. The head weights join if
+        theirs fits.
         """
         if first is None or second is None:
             return None
@@ -237,7 +238,7 @@ class SharedProjection:
         return cls(first, second, heads if joins else None)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Float32 [T, 2 * width] of each compressor; head weights [T, heads], or None."""
+        """Return float32 [T, 2 * width] for each compressor, and head weights [T, heads] if any."""
         both: Tensor = linear_float32(x, self._weight, backend=plain_backend(self._backend))
         first, second, *more = both.split(self._sizes, dim=-1)
         return first, second, more[0] if more else None

@@ -15,13 +15,13 @@ from anymla.layers.step import Step
 
 
 class DecoderLayer(nn.Module):
-    """Streams in, streams out.
+    """One decoder layer, which maps streams to streams.
 
     Attributes:
-        engram: a memory that the streams are read from first, or None.
-        attention_site, ffn_site: the hyper-connections with the norms in front.
-        attention: the attention layer.
-        ffn: the mixture of experts.
+        engram: n-gram memory that is added to the streams first, or None.
+        attention_site, ffn_site: hyper-connections with the norms before the sub-layers.
+        attention: attention of the layer.
+        ffn: mixture of experts.
     """
 
     def __init__(
@@ -49,14 +49,15 @@ class DecoderLayer(nn.Module):
     ) -> Streams:
         """Run both sub-layers.
 
-        The output of the second one is left for the next site to return to the streams, which is
-        one operation there; ``flush`` returns it after the last layer.
+        The output of the second sub-layer is returned to the streams by the next site, in the same
+        operation as its own work; ``flush`` returns it after the last layer.
 
         Args:
-            streams: behind the layer before.
-            step: the batch.
-            cache: this layer's caches; written.
-            entering: called with the streams [T, N, hidden] once that layer's output is returned.
+            streams: streams after the previous layer.
+            step: metadata of the batch.
+            cache: caches of this layer, written.
+            entering: callback with the streams [T, N, hidden] once the previous layer's output is
+                returned.
         """
         if self.engram is not None:
             h = self.engram(streams.flush(self.engram.backend), step)

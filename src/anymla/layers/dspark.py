@@ -1,9 +1,9 @@
 """The DSpark drafter: a few window-only layers that guess a block of tokens in one forward.
 
-A block is the newest token, the anchor, and behind it a noise token in place of each token that is
-not known. Its rows see each other, whatever their order, and the context: rows that are computed
-from the backbone's streams at the W positions before the block. Row i guesses the token after
-position i; a low-rank bias of the token before each makes the guesses one text.
+A block is the newest token, the anchor, followed by a noise token in place of each unknown token.
+Its rows see each other, in both directions, and the context: rows that are computed from the
+backbone's streams at the W positions before the block. Row i guesses the token after position i. A
+low-rank bias that depends on the token before each guess makes the guesses consistent.
 
 Source: DeepSeek-V4-Flash-0731, inference/model.py; the DSpark paper (arXiv 2607.05147).
 """
@@ -31,12 +31,12 @@ Choose = Callable[[Tensor, int], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
-    """Means over the backbone's streams where some layers begin, which the context is made of.
+    """Means over the backbone's streams at the inputs of some layers, the source of the context.
 
     Attributes:
-        layers: those layers; one past the last stands for the end of the backbone.
+        layers: indices of those layers; one past the last stands for the end of the backbone.
         out: [n, layers, hidden], written by the backbone's forward.
-        rows: int32 [n], rows of the step that are wanted, or None for all.
+        rows: int32 [n], rows of the step to record, or None for all.
     """
 
     layers: tuple[int, ...]
@@ -45,10 +45,10 @@ class Taps:
 
     @staticmethod
     def nothing(layer: int) -> None:
-        """As ``entering``, where nothing is wanted."""
+        """Do nothing; the ``entering`` of a layer that is not tapped."""
 
     def entering(self, layer: int) -> Callable[[Tensor], None] | None:
-        """What takes the streams [T, N, hidden] at a layer's first site; None: not wanted."""
+        """Return the function that records a layer's input streams [T, N, hidden], or None."""
         if layer not in self.layers:
             return None
         return functools.partial(self._take, self.out[:, self.layers.index(layer)])
@@ -60,12 +60,13 @@ class Taps:
 
 @dataclasses.dataclass(frozen=True)
 class BlockGuess:
-    """What a block guesses.
+    """Guesses of a block.
 
     Attributes:
-        tokens: int64 [R, n], the tokens after the anchor and each guess, as ``choose`` gave them.
-        survival: float32 [R, n], predicted chance that a guess and all before it are right; ones
-            without a confidence head.
+        tokens: int64 [R, n], tokens after the anchor and after each guess, as ``choose`` returned
+            them.
+        survival: float32 [R, n], predicted probability that a guess and all before it are right;
+            ones without a confidence head.
     """
 
     tokens: Tensor
@@ -73,13 +74,13 @@ class BlockGuess:
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits of a guess, and how sure the guess is.
+    """Bias of a guess's logits by the token before it, and the confidence of the guess.
 
     Attributes:
-        w1: [vocab, rank], a row for the token before.
+        w1: [vocab, rank], one row for each preceding token.
         w2: [vocab, rank], float32 or the activations' dtype, or this rank's part of the vocabulary;
-            its products with that row are added.
-        confidence: float32 [1, hidden + rank], or None.
+            its products with the row of ``w1`` are added to the logits.
+        confidence: float32 [1, hidden + rank], weight of the confidence head, or None.
     """
 
     def __init__(
@@ -92,31 +93,33 @@ class MarkovHead(nn.Module):
         self.backend = backend
 
     def guess(self, anchors: Tensor, count: int, choose: Choose) -> tuple[Tensor, list[Tensor]]:
-        """Guess from left to right; each choice is the token before the next.
+        """Guess from left to right; each choice is the token before the next guess.
 
         Args:
-            anchors: int64 [R].
+            anchors: int64 [R] token ids before the first guess.
             count: number of guesses.
-            choose: from the row [R, rank] of the token before guess i, and i, to ids int64 [R]. An
-                id past the vocabulary counts as its last one here, and is returned as it is.
+            choose: function from the row [R, rank] of the token before guess i, and i, to ids int64
+                [R]. An id past the vocabulary counts as its last one here, and is returned
+                unchanged.
 
         Returns:
-            The guesses [R, count], and the rows that they were made with.
+            The guesses int64 [R, count], and the rows of ``w1``, [R, rank] each, that they were
+            made with.
         """
         tokens, rows, before = [], [], anchors
         for i in range(count):
-            # Where launches are only compiled, nobody has written a choice.
+            # In a run that only compiles launches, the choices are uninitialised.
             rows.append(self.w1[before.clamp(0, len(self.w1) - 1)])
             before = choose(rows[i], i)
             tokens.append(before)
         return torch.stack(tokens, 1), rows
 
     def survival(self, h: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """Predicted chances that guesses and all before them are right, float32 [R, n].
+        """Predict the probability that a guess and all before it are right, float32 [R, n].
 
         Args:
-            h: [R, n, hidden], the block's collapsed streams, not normed.
-            rows: as ``guess`` returned them.
+            h: [R, n, hidden], collapsed streams of the block, not normed.
+            rows: rows that ``guess`` returned.
         """
         if self.confidence is None:
             return torch.ones(h.shape[:2], device=h.device)
@@ -125,7 +128,7 @@ class MarkovHead(nn.Module):
         return sure.squeeze(-1).sigmoid().cumprod(1)
 
     def product(self, row: Tensor) -> Tensor:
-        """What the token before adds to the logits here, float32 [R, vocab], by its row."""
+        """Return the logit bias float32 [R, vocab] of the token before, given its row of ``w1``."""
         out: Tensor = linear_float32(row, self.w2, backend=plain_backend(self.backend))
         return out
 
@@ -134,15 +137,15 @@ class BlockDrafter(nn.Module):
     """The drafter; the embedding and the lm head are the backbone's.
 
     Attributes:
-        main_proj: [hidden, taps * hidden], of the taps of a position side by side.
-        main_norm: RMSNorm weight [hidden] behind it.
+        main_proj: [hidden, taps * hidden], projection of a position's concatenated taps.
+        main_norm: RMSNorm weight [hidden] after it.
         stages: ordinary decoder layers, window only.
-        head: collapses the streams behind the last stage, with the norm in front of the lm head.
-        markov: makes tokens of them.
-        block_size: rows of a block, as it was trained.
-        noise_token_id: id of every row of a block but the first.
-        tapped: see ``Taps.layers``.
-        streams: how many a token has.
+        head: collapses the streams after the last stage, with the norm before the lm head.
+        markov: head that turns logits into tokens.
+        block_size: rows of a block, as trained.
+        noise_token_id: token id of every row of a block but the first.
+        tapped: indices of the tapped layers, see ``Taps.layers``.
+        streams: number of streams of a token.
     """
 
     def __init__(
@@ -174,12 +177,12 @@ class BlockDrafter(nn.Module):
         self.backend = backend
 
     def write_context(self, taps: Tensor, step: Step, caches: Sequence[LayerCache]) -> None:
-        """Write the context's rows of all stages, at positions whose tokens are final.
+        """Write the context rows of all stages, at positions whose tokens are final.
 
         Args:
-            taps: [T, taps, hidden].
-            step: the batch at their positions; padding writes nothing.
-            caches: one a stage; ``window`` is written.
+            taps: backbone taps [T, taps, hidden].
+            step: step of those tokens at their positions; padding writes nothing.
+            caches: one for each stage; ``window`` is written.
         """
         x = self.main_proj(taps.flatten(1))
         x = rms_norm(x, self.main_norm, self.eps, backend=self.backend)
@@ -188,17 +191,17 @@ class BlockDrafter(nn.Module):
             stage.attention.write_rows(x, step, cache)
 
     def forward(self, embedding: Tensor, step: Step, caches: Sequence[LayerCache]) -> Tensor:
-        """Run blocks.
+        """Run blocks through all stages.
 
         Args:
-            embedding: [T, hidden], of the blocks' tokens.
-            step: all rows of a block list the same context (``Step.dense``) and the block's own
-                rows (``Step.window``).
-            caches: one a stage; ``window`` holds the blocks' rows and is written, ``compressed``
-                the context's.
+            embedding: [T, hidden], embeddings of the blocks' tokens.
+            step: metadata in which all rows of a block list the same context (``Step.dense``) and
+                the block's own rows (``Step.window``).
+            caches: one for each stage; ``window`` holds the blocks' rows and is written,
+                ``compressed`` holds the context's rows.
 
         Returns:
-            [T, hidden], the streams behind the last stage, collapsed and not normed.
+            [T, hidden], streams after the last stage, collapsed and not normed.
         """
         streams = Streams(embedding.unsqueeze(1).expand(-1, self.streams, -1))
         for stage, cache in zip(self.stages, caches, strict=True):

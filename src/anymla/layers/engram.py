@@ -1,4 +1,4 @@
-"""Engram: rows of a table that n-grams of tokens are hashed to, added to the streams by gates."""
+"""Engram: table rows, indexed by hashed n-grams of tokens and added to the streams by gates."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from anymla.ops.engram import engram_gate, engram_rows
 
 @dataclasses.dataclass(frozen=True)
 class NgramHash:
-    """Which rows of a table the n-grams that end in a token are hashed to.
+    """Hash of the n-grams that end in a token to rows of a table.
 
     With t_k the normalised token k places before, m the multipliers and p the moduli::
 
         R_1 = t_0 m_0;   R_{k+1} = R_k xor t_k m_k      (64 bits)
         row of column (k - 1) * heads + j = R_{k+1} mod p + the sum of the moduli before, k = 1 ..
 
-    Where a request has no token t_k, or holds none of the text there, that and all before it are
-    the padding token.
+    If a request has no text token t_k, that token and all before it are replaced by the padding
+    token.
 
     Attributes:
         token_map: int64 [vocab], token ids after normalisation.
-        pad: the padding token after normalisation.
-        multipliers: int64 [n], n the longest n-gram.
-        moduli: int64 [n - 1, heads].
-        offsets: int64 [n - 1, heads].
+        pad: id of the padding token after normalisation.
+        multipliers: int64 [n] factors of the hash, n the longest n-gram.
+        moduli: int64 [n - 1, heads], number of rows of each column.
+        offsets: int64 [n - 1, heads], first row of each column.
     """
 
     token_map: Tensor
@@ -40,14 +40,14 @@ class NgramHash:
     offsets: Tensor
 
     def __call__(self, token_ids: Tensor, previous: Tensor) -> Tensor:
-        """Rows int64 [T, (n - 1) * heads].
+        """Return the row numbers int64 [T, (n - 1) * heads] of tokens.
 
         Args:
-            token_ids: int64 [T]; -1 for padding.
-            previous: int64 [T, n - 1], nearest first; -1 where there is none.
+            token_ids: int64 [T] token ids; -1 for padding.
+            previous: int64 [T, n - 1], tokens before each, nearest first; -1 where there is none.
         """
         tokens = torch.cat((token_ids.unsqueeze(1), previous), 1)
-        # A gap hides what lies behind it.
+        # A gap hides the tokens before it.
         there = (tokens >= 0).cumprod(1).bool()
         normalised = self.token_map[tokens.clamp(min=0)]
         terms = torch.where(there, normalised, self.pad) * self.multipliers
@@ -63,18 +63,18 @@ class NgramHash:
 
 @dataclasses.dataclass(frozen=True)
 class EngramTable:
-    """A table's rows as they are stored; few of them are read, wherever they lie.
+    """The rows of a table as stored; few are read, so the table may be on the host.
 
     Attributes:
         weight: floating point [rows, D], or uint8 e4m3 codes.
-        scale: uint8 ue8m0 [rows, D / block] of codes, else None.
+        scale: uint8 ue8m0 [rows, D / block] scales of codes, else None.
     """
 
     weight: Tensor
     scale: Tensor | None
 
     def rows(self, numbers: Tensor) -> NgramRows:
-        """Rows of int64 numbers [T, columns], on the table's device."""
+        """Return the rows with int64 numbers [T, columns], on the table's device."""
         found = [
             None if each is None else each.index_select(0, numbers.flatten())
             for each in (self.weight, self.scale)
@@ -85,7 +85,7 @@ class EngramTable:
 
 
 def decoded(rows: NgramRows, dtype: torch.dtype, backend: str | None = None) -> Tensor:
-    """Values [T, columns * D] of rows."""
+    """Decode rows to values [T, columns * D]."""
     if rows.scale is None:
         return rows.weight.to(dtype).flatten(1)
     tokens, columns, width = rows.weight.shape
@@ -95,19 +95,19 @@ def decoded(rows: NgramRows, dtype: torch.dtype, backend: str | None = None) -> 
 
 
 class Engram(nn.Module):
-    """Adds a value to every stream (``engram_gate``), projected from the token's n-grams' rows.
+    """Adds a value, projected from the token's n-gram rows, to every stream (``engram_gate``).
 
-    The rows are read before the layer runs: which ones depends on tokens alone, and a table too
-    large for a device lies on the host.
+    The rows are read before the layer runs: the tokens alone determine them, and a table too large
+    for a device is on the host.
 
     Attributes:
-        layer: whose rows of ``Step.ngrams`` it takes.
-        ngrams: which rows.
-        table: the rows.
-        wkv: [(N + 1) * hidden, columns * D], the keys' projection, then the value's.
-        weight: float32 [N, hidden], product of the streams' and the keys' norm weights.
-        eps: of the norms.
-        backend: of the operations.
+        layer: index of the layer, its key in ``Step.ngrams``.
+        ngrams: hash that selects the rows.
+        table: table of the rows.
+        wkv: [(N + 1) * hidden, columns * D], projection to the keys, then to the value.
+        weight: float32 [N, hidden], product of the norm weights of streams and keys.
+        eps: epsilon of the norms.
+        backend: name of the operations' backend; None for the best.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class Engram(nn.Module):
         self.backend = backend
 
     def read(self, token_ids: Tensor, previous: Tensor) -> NgramRows:
-        """The rows of tokens, on the table's device; arguments of ``NgramHash``, there as well."""
+        """Read the rows of tokens on the table's device; arguments as for ``NgramHash``."""
         return self.table.rows(self.ngrams(token_ids, previous))
 
     def forward(self, h: Tensor, step: Step) -> Tensor:
-        """Map streams [T, N, hidden] to the same; needs the layer's ``Step.ngrams``."""
+        """Map streams [T, N, hidden] to the same shape; needs the layer's ``Step.ngrams``."""
         rows = decoded(step.ngrams[self.layer], h.dtype, self.backend)
         gated: Tensor = engram_gate(
             h, self.wkv(rows), self.weight, eps=self.eps, backend=self.backend

@@ -23,7 +23,7 @@ from anymla.ops.norm_rope import rms_norm
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """How a site's output returns to the streams: ``post`` [T, N] and ``comb`` [T, N, N]."""
+    """Weights that return an output to the streams: ``post`` [T, N] and ``comb`` [T, N, N]."""
 
     post: Tensor
     comb: Tensor
@@ -33,12 +33,12 @@ class Mix:
 class Streams:
     """The parallel residual streams between two sub-layers.
 
-    Attributes:
-        h: [T, N, hidden], streams.
+    h: [T, N, hidden], the streams.
+        output: [T, hidden], output of a sub-layer that is not yet returned to them; None for none.
         output: [T, hidden], what a sub-layer has yet to return to them; None for nothing.
-        mix: how it returns.
+        mix: weights that return the output.
         pre: [T, N], gates of the last site, through which a delayed site reads the streams; None
-            before the first site, where the first stream is read.
+            before the first site, which reads the first stream.
     """
 
     h: Tensor
@@ -47,7 +47,7 @@ class Streams:
     pre: Tensor | None = None
 
     def flush(self, backend: str | None = None) -> Tensor:
-        """The streams with the output returned."""
+        """Return the streams after the output has been returned to them."""
         if self.output is None:
             return self.h
         assert self.mix is not None
@@ -57,14 +57,14 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Entered:
-    """What comes out of the streams where a sub-layer begins.
+    """Input of a sub-layer, and the streams where it begins.
 
     Attributes:
-        h: [T, N, hidden], streams.
+        h: [T, N, hidden], the streams.
         x: [T, hidden], the sub-layer's normalised input.
         quantised: x in FP8, or None.
-        mix: how its output returns.
-        pre: [T, N], the site's gates that the next site reads through, if it is delayed.
+        mix: weights that return the sub-layer's output.
+        pre: [T, N], gates through which the next site reads if it is delayed.
     """
 
     h: Tensor
@@ -74,7 +74,7 @@ class Entered:
     pre: Tensor | None = None
 
     def with_output(self, output: Tensor) -> Streams:
-        """The streams behind the sub-layer, whose output has yet to return to them."""
+        """Return the streams after the sub-layer, whose output is not yet returned to them."""
         return Streams(self.h, output, self.mix, self.pre)
 
 
@@ -83,10 +83,10 @@ class HyperConnectionOptions:
     """Constants of all sites of a model.
 
     Attributes:
-        norm_eps: of the norms.
-        eps: of the gates.
-        iterations: of Sinkhorn's normalisation.
-        delayed: a site reads the streams through the gates of the site before it.
+        norm_eps: epsilon of the norms.
+        eps: epsilon of the gates.
+        iterations: number of Sinkhorn iterations.
+        delayed: True if a site reads the streams through the gates of the site before it.
     """
 
     norm_eps: float
@@ -96,7 +96,7 @@ class HyperConnectionOptions:
 
 
 class _Collapse(nn.Module):
-    """The weights of a place where streams become one."""
+    """Weights of a place where the streams are collapsed to one."""
 
     def __init__(
         self,
@@ -121,20 +121,20 @@ class HyperConnection(_Collapse):
     """The site around one sub-layer, together with the RMSNorm in front of it.
 
     Attributes:
-        fn: float32 [(2 + N) * N, N * hidden].
-        base: float32 [(2 + N) * N].
-        scale: float32 [3], of the pre, post and comb gates.
+        fn: float32 [(2 + N) * N, N * hidden], projection to the gates.
+        base: float32 [(2 + N) * N], bias of the gates.
+        scale: float32 [3], factors of the pre, post and comb gates.
         norm: [hidden], RMSNorm weight of the sub-layer's input.
     """
 
     def enter(self, streams: Streams, *, quantises: bool = False) -> Entered:
         """Collapse the streams to the sub-layer's normalised input.
 
-        What the sub-layer before has yet to return is returned first, in the same operation.
+        The output of the sub-layer before is returned first, in the same operation.
 
         Args:
-            streams: the streams.
-            quantises: give the input in FP8 as well.
+            streams: streams before the site.
+            quantises: True to give the input in FP8 as well.
         """
         quantised = codes.allocate(quantises, streams.h)
         options: dict[str, Any] = codes.as_kwargs(quantised) | {
@@ -165,7 +165,7 @@ class HyperConnection(_Collapse):
         return Entered(streams.h, x, quantised, Mix(post, comb))
 
     def _enter_delayed(self, streams: Streams, quantised: QuantizedRows | None) -> Entered:
-        """Gates of these streams for what follows; the input through those of the site before."""
+        """Compute these streams' gates for the next site; read through the last site's gates."""
         h = streams.flush(self.backend)
         pre, post, comb = hc_gates(
             h,
@@ -189,7 +189,7 @@ def collapsed(
     backend: str | None,
     quantised: QuantizedRows | None = None,
 ) -> Tensor:
-    """[T, hidden] of streams, read through gates, normalised with a weight.
+    """Read streams [T, N, hidden] through gates, and normalise the result [T, hidden].
 
     Without gates, the first stream is read.
     """
@@ -205,7 +205,7 @@ def collapsed(
 class DelayedHead(nn.Module):
     """The head of a network of delayed sites: it reads through the last site's gates.
 
-    What leaves the network is the collapsed streams, normalised: one row a token.
+    The network ends with the collapsed, normalised streams: one row a token.
 
     Attributes:
         norm: [hidden], weight of the final RMSNorm.
@@ -220,7 +220,7 @@ class DelayedHead(nn.Module):
         self.backend = backend
 
     def leave(self, streams: Streams) -> Tensor:
-        """What the last layer's streams, all returned, leave for ``forward``: [T, 1, hidden]."""
+        """Collapse the last layer's streams, all returned, to [T, 1, hidden] for ``forward``."""
         at = collapsed(streams.h, streams.pre, self.norm, self.options, self.backend)
         return at.unsqueeze(1)
 
@@ -229,7 +229,7 @@ class DelayedHead(nn.Module):
         return h.squeeze(1)
 
     def collapse(self, streams: Streams) -> Tensor:
-        """[T, hidden] of streams, all returned; not normed."""
+        """Collapse streams, all returned, to [T, hidden]; not normed."""
         return collapsed(streams.h, streams.pre, None, self.options, self.backend)
 
     def normed(self, y: Tensor) -> Tensor:
@@ -242,14 +242,14 @@ class HyperConnectionHead(_Collapse):
     """Collapse the streams after the last layer and normalise.
 
     Attributes:
-        fn: float32 [N, N * hidden].
-        base: float32 [N].
-        scale: float32 [1].
+        fn: float32 [N, N * hidden], projection to the gates.
+        base: float32 [N], bias of the gates.
+        scale: float32 [1], factor of the gates.
         norm: [hidden], weight of the final RMSNorm.
     """
 
     def leave(self, streams: Streams) -> Tensor:
-        """What the last layer's streams, all returned, leave for ``forward``: [T, N, hidden]."""
+        """Return the last layer's streams [T, N, hidden], all returned, for ``forward``."""
         return streams.h
 
     def forward(self, h: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class HyperConnectionHead(_Collapse):
         return self.normed(self.collapse(Streams(h)))
 
     def collapse(self, streams: Streams) -> Tensor:
-        """[T, hidden] of streams, all returned; not normed."""
+        """Collapse streams, all returned, to [T, hidden]; not normed."""
         y: Tensor = hc_head(
             streams.h,
             self.fn,

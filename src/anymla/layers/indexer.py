@@ -23,12 +23,12 @@ from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 
 @dataclasses.dataclass(frozen=True)
 class IndexQueries:
-    """A step's index queries, as ``indexer_q_rope_quant`` returns them.
+    """Index queries of a step, as ``indexer_q_rope_quant`` returns them.
 
     Attributes:
-        q: [T, heads, 128], or packed.
-        scales: of packed queries, else None.
-        weights: float32 [T, heads].
+        q: queries [T, heads, 128], or their packed form.
+        scales: scales of packed queries, else None.
+        weights: float32 [T, heads], weights of the heads.
     """
 
     q: Tensor
@@ -41,9 +41,9 @@ class LatentKeys:
     """Index keys projected from compressed entries: ``k_norm(latent wk^T)``, then rotated.
 
     Attributes:
-        wk: projection from an entry.
+        wk: projection from an entry to a key.
         norm: float32 [Di], RMSNorm weight of the keys.
-        eps: of the norm.
+        eps: epsilon of the norm.
     """
 
     wk: Linear
@@ -56,13 +56,13 @@ class Indexer(nn.Module):
 
     Attributes:
         wq_b: query projection from the normalised latent.
-        weights_proj: head weights from the layer's input.
-        spec: the layer as data.
-        compressor: pools the index keys; None where they are projected, or another layer's.
-        keys: projects the index keys; None where they are pooled, or another layer's.
+        weights_proj: projection from the layer's input to head weights.
+        spec: description of the layer.
+        compressor: compressor of the index keys; None if they are projected, or another layer's.
+        keys: projection of the index keys; None if they are pooled, or another layer's.
         heads: number of index heads.
-        width: entries kept for a query.
-        quantize_q: quantise queries like the keys; False where activations stay unquantised.
+        width: number of entries kept for a query.
+        quantize_q: True to quantise queries like the keys; False if activations stay unquantised.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Indexer(nn.Module):
         Args:
             x: [T, hidden], the layer's normalised input.
             latent: [T, q_lora_rank], the normalised query latent.
-            step: the batch.
-            cache: index pages of ``layout``, written.
-            state: partial states of the index compressor, written.
+            step: metadata of the batch.
+            cache: index pages in ``layout``, written.
+            state: float32 partial states of the index compressor, written.
             layout: layout id of ``cache``.
 
         Returns:
@@ -110,7 +110,7 @@ class Indexer(nn.Module):
         return self.select(self.queries(x, latent, step, layout), step, cache, layout)
 
     def chooses(self, step: Step) -> bool:
-        """Whether entries are scored: not if all of them fit in the selection."""
+        """True if entries are scored, which is not needed if all of them fit in the selection."""
         return self._most(step) > self.width
 
     def queries(
@@ -124,16 +124,16 @@ class Indexer(nn.Module):
         q: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> IndexQueries | None:
-        """What entries are scored with, or None.
+        """Compute the index queries; None if no entries are scored.
 
         Args:
-            x: as for ``forward``, like all that is not named here.
-            latent: as there.
-            step: as there.
-            layout: as there.
-            coded: the latent in FP8, if it is known.
-            q: ``wq_b`` of the latent, if it is known.
-            weights: ``weights_proj`` of x, if it is known.
+            x: [T, hidden], the layer's normalised input.
+            latent: [T, q_lora_rank], the normalised query latent.
+            step: metadata of the batch.
+            layout: layout id of the index pages.
+            coded: latent in FP8, if it is already computed.
+            q: ``wq_b`` of the latent, if it is already computed.
+            weights: ``weights_proj`` of x, if it is already computed.
         """
         if not self.chooses(step):
             return None
@@ -157,7 +157,7 @@ class Indexer(nn.Module):
     def select(
         self, queries: IndexQueries | None, step: Step, cache: Tensor, layout: str
     ) -> Tensor:
-        """Choose entries, whose keys must have been written; see ``forward``."""
+        """Select entries, whose keys must have been written; see ``forward``."""
         return self._select(queries, step, cache, layout, None)
 
     def select_rows(
@@ -168,7 +168,7 @@ class Indexer(nn.Module):
         layout: str,
         group: GroupStep,
     ) -> tuple[Tensor, Rows]:
-        """As ``select``, and where the chosen entries lie in the cache of ``group``."""
+        """Select entries as ``select`` does, and find their slots in the cache of ``group``."""
         if queries is None:
             selected = self.select(queries, step, cache, layout)
             slots, counts = compute_global_topk_indices_and_lens(
@@ -199,7 +199,7 @@ class Indexer(nn.Module):
             return all_entries(visible, self.width)
         tokens, requested = len(queries.q), sum(step.query_lens)
         selected = torch.empty(tokens, self.width, dtype=torch.int32, device=cache.device)
-        if requested < tokens:  # what belongs to no request
+        if requested < tokens:  # rows of no request
             selected[requested:] = -1
             if target is not None:
                 target.slots[requested:] = -1
@@ -223,7 +223,7 @@ class Indexer(nn.Module):
         )
 
     def _levels(self, step: Step, tokens: int, device: torch.device) -> TwoLevels | None:
-        """The blocks to keep, or to select within; None where no block is dropped."""
+        """Return the blocks to keep, or to select within; None if no block is dropped."""
         candidates = self.spec.candidates
         if candidates is None or not candidates.narrows(self._most(step)):
             return None
@@ -235,7 +235,7 @@ class Indexer(nn.Module):
         return TwoLevels(step.candidates[candidates.source], candidates.block_size, keeps)
 
     def kept_blocks(self, step: Step) -> Tensor:
-        """The blocks [T, n] that the layer has kept in this step, for a recorder."""
+        """Return the blocks [T, n] that the layer has kept in this step, for a recorder."""
         candidates = self.spec.candidates
         assert candidates is not None
         kept = step.candidates.get(candidates.source)
@@ -256,10 +256,10 @@ class Indexer(nn.Module):
         """Write the step's index keys, projected from its entries.
 
         Args:
-            latent: [T, D], of ``compressor``.
-            compressor: of the layer.
-            step: the batch.
-            cache: index pages of ``layout``, written.
+            latent: [T, D], output of ``compressor``.
+            compressor: compressor of the layer.
+            step: metadata of the batch.
+            cache: index pages in ``layout``, written.
             layout: layout id of ``cache``.
         """
         assert self.keys is not None
@@ -276,9 +276,9 @@ class Indexer(nn.Module):
         *,
         projected: bool = False,
     ) -> None:
-        """Write the step's index keys and choose nothing; arguments of ``forward``.
+        """Write the step's index keys without a selection; arguments as for ``forward``.
 
-        With ``projected``, x is what the compressor takes then.
+        With ``projected``, x is the compressor's projection already.
         """
         assert self.compressor is not None
         assert self.spec.index_state_group is not None
@@ -295,5 +295,5 @@ class Indexer(nn.Module):
         )
 
     def _most(self, step: Step) -> int:
-        """Entries that the longest request has."""
+        """Return the number of entries of the longest request."""
         return step.max_seq_len // self.spec.ratio

@@ -1,4 +1,4 @@
-"""Linear layers over weights as they lie in the checkpoint."""
+"""Linear layers over weights in the checkpoint's own formats."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ WeightKind = Literal["plain", "fp8", "mxfp4", "nvfp4"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
-    """A linear layer's weight [N, K] in the form it is stored in.
+    """A linear layer's weight [N, K] as stored.
 
     Attributes:
-        kind: which of the formats.
-        weight: [N, K] floating point (plain), uint8 e4m3 codes [N, K] (fp8), or packed e2m1
-            uint8 [N, K/2] (mxfp4, nvfp4).
+        kind: name of the storage format: "plain", "fp8", "mxfp4" or "nvfp4".
+        weight: [N, K] floating point (plain), uint8 e4m3 codes [N, K] (fp8), or packed e2m1 uint8
+            [N, K/2] (mxfp4, nvfp4).
         scale: uint8 or float32 [ceil(N/block), ceil(K/block)] (fp8), uint8 [N, K/32] (mxfp4),
             uint8 e4m3 codes [N, K/16] (nvfp4), None (plain).
-        global_scale: float32 [1] (nvfp4), else None.
-        block: rows and columns that share a scale (fp8), and channels of an activation that is
-            quantised for the product.
+        global_scale: float32 [1] factor of all values (nvfp4), else None.
+        block: rows and columns that share a scale (fp8), and channels that share a scale in an
+            activation that is quantised for the product.
     """
 
     kind: WeightKind
@@ -42,7 +42,7 @@ class PackedWeight:
     block: int = FP8_BLOCK
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight [N, K] decoded to ``dtype``."""
+        """Decode the weight [N, K] to ``dtype``."""
         if self.kind == "plain":
             return self.weight.to(dtype)
         assert self.scale is not None
@@ -54,16 +54,16 @@ class PackedWeight:
         return dequantize_nvfp4(self.weight, self.scale, self.global_scale, dtype)
 
     def with_float_scales(self) -> PackedWeight:
-        """The same values; the vendor's FP8 products take scales in float32 only."""
+        """Return the same weight with float32 scales, which the vendor's FP8 products need."""
         if self.scale is None or self.scale.dtype == torch.float32:
             return self
         return dataclasses.replace(self, scale=decode_ue8m0(self.scale, torch.float32))
 
     def rows(self, part: range) -> PackedWeight:
-        """The weight of some outputs, as a view.
+        """Return the rows of some outputs, as a view.
 
         Raises:
-            ValueError: the part cuts through rows that share a scale, and is not within them.
+            ValueError: the part cuts through rows that share a scale, unless it lies within them.
         """
         step = self.block if self.kind == "fp8" else 1
         self._require_aligned("rows", part, len(self.weight), step)
@@ -71,11 +71,11 @@ class PackedWeight:
         return dataclasses.replace(self, weight=self.weight[_slice(part)], scale=scale)
 
     def columns(self, part: range) -> PackedWeight:
-        """The weight of some inputs, contiguous.
+        """Return the columns of some inputs, as a contiguous copy.
 
         Raises:
-            ValueError: the part cuts through columns that share a scale, and is not FP8 within
-                them.
+            ValueError: the part cuts through columns that share a scale, unless it is FP8 and lies
+                within them.
         """
         step = {"fp8": self.block, "mxfp4": MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK}.get(self.kind, 1)
         packed = 2 if self.kind in ("mxfp4", "nvfp4") else 1
@@ -86,7 +86,7 @@ class PackedWeight:
 
     def _require_aligned(self, what: str, part: range, size: int, step: int) -> None:
         whole = part.start % step == 0 and (part.stop % step == 0 or part.stop == size)
-        # A block of FP8 may be short, one of FP4 may not.
+        # A block of FP8 may be cut short, a block of FP4 may not.
         within = self.kind == "fp8" and part.start // step == (part.stop - 1) // step
         if not whole and not within:
             raise ValueError(
@@ -100,17 +100,17 @@ def _slice(part: range) -> slice:
 
 
 def _scaled(part: range, step: int) -> slice:
-    """The part counted in steps; a last step may be incomplete."""
+    """Return the part counted in steps; a last step may be incomplete."""
     return slice(part.start // step, -(-part.stop // step))
 
 
 class LinearPair(nn.Module):
-    """Two linear layers of one input, as one product where their formats allow.
+    """Two linear layers of one input, merged into one product if their formats allow.
 
     Attributes:
-        rows: output sizes of the two.
-        merged: both in one, or None.
-        first, second: the layers; where they are merged, their weights are views of the merged one.
+        rows: output sizes of the two layers.
+        merged: the merged layer, or None.
+        first, second: the two layers; if merged, their weights are views of the merged weight.
     """
 
     def __init__(self, first: Linear, second: Linear) -> None:
@@ -126,11 +126,11 @@ class LinearPair(nn.Module):
 
     @property
     def reads_codes(self) -> bool:
-        """As of a linear layer, for either."""
+        """True if either layer reads quantised inputs."""
         return self.first.reads_codes or self.second.reads_codes
 
     def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> tuple[Tensor, Tensor]:
-        """Map [..., K] to [..., N] of the first and [..., M] of the second."""
+        """Map [..., K] to the first layer's [..., N] and the second one's [..., M]."""
         if self.merged is None:
             return self.first(x, quantised), self.second(x, quantised)
         first, second = self.merged(x, quantised).split(self.rows, dim=-1)
@@ -141,10 +141,10 @@ class Linear(nn.Module):
     """``x @ weight^T`` with the weight kept as stored.
 
     Attributes:
-        packed: the weight.
-        quantize_activations: quantise ``x`` in quant blocks before the product, as checkpoints
-            with ``activation_scheme: dynamic`` ask for their FP8 and MXFP4 layers.
-        backend: backend asked of the operation; None for the best.
+        packed: weight of the layer.
+        quantize_activations: True to quantise ``x`` in blocks before the product, as checkpoints
+            with ``activation_scheme: dynamic`` require for their FP8 and MXFP4 layers.
+        backend: name of the operation's backend; None for the best.
     """
 
     def __init__(
@@ -161,24 +161,24 @@ class Linear(nn.Module):
 
     @property
     def _quant_block(self) -> dict[str, Any]:
-        """What operations are told of blocks; nothing of the usual ones."""
+        """Return the operations' keyword arguments for unusual block sizes, else {}."""
         block = self.packed.block
         return {} if block == FP8_BLOCK else {"quant_block": block}
 
     @property
     def reads_codes(self) -> bool:
-        """Whether it saves a launch to give it its input quantised as well."""
+        """True if it saves a launch to pass the input in quantised form as well."""
         packed = self.packed
         quantizes = self.quantize_activations and packed.kind == "fp8"
         coded = quantizes and packed.block == FP8_BLOCK
         return coded and codes.supports_prequantized(packed.weight)
 
     def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> Tensor:
-        """Map [..., K] to [..., N], same dtype.
+        """Map [..., K] to [..., N] of the same dtype.
 
         Args:
-            x: the input.
-            quantised: the same [T, K] in FP8, if it is there; for layers that read it so.
+            x: input activations [..., K].
+            quantised: the same input [T, K] in FP8, if available, for layers that read it.
         """
         packed = self.packed
         if packed.kind == "plain":
@@ -210,10 +210,10 @@ class Linear(nn.Module):
 
     @classmethod
     def together(cls, first: Linear, second: Linear) -> Linear | None:
-        """One layer with the rows of both, for the same input; None where they cannot be merged.
+        """Merge two layers of the same input into one; None if they cannot be merged.
 
-        Fewer calls, and an input that is quantised once. Blocks of rows that share a scale
-        must not straddle the two, and NVFP4 weights have a scale for the whole tensor.
+        One layer needs fewer calls and quantises its input once. Blocks of rows that share a scale
+        must not straddle the two layers, and NVFP4 weights have one scale for the whole tensor.
         """
         a, b = first.packed, second.packed
         if a.kind != b.kind or a.kind == "nvfp4" or a.weight.dtype != b.weight.dtype:
@@ -229,5 +229,5 @@ class Linear(nn.Module):
         return cls(packed, quantize_activations=first.quantize_activations, backend=first.backend)
 
     def extra_repr(self) -> str:
-        """Kind and size, for ``print(model)``."""
+        """Describe kind and size for ``print(model)``."""
         return f"{self.packed.kind}, {list(self.packed.weight.shape)}"

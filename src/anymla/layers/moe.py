@@ -20,12 +20,12 @@ from anymla.ops.streams import deferred_stream_wait
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """How tokens find their experts.
+    """Choice of a token's experts.
 
     Attributes:
-        gate: float32 [E, hidden].
-        scale: factor on the normalised weights.
-        experts_per_token: k.
+        gate: float32 [E, hidden], weight of the scores.
+        scale: factor of the normalised weights.
+        experts_per_token: k, the number of routed experts of a token.
         bias: float32 [E], added for the choice only; None in layers that route by token id.
         token_experts: int64 [vocab, k], experts of every token id; None in layers that score.
     """
@@ -37,10 +37,11 @@ class Router:
     token_experts: Tensor | None = None
 
     def __call__(self, x: Tensor, step: Step, backend: str | None) -> tuple[Tensor, Tensor]:
-        """Expert ids int32 [T, k] and weights float32 [T, k].
+        """Return expert ids int32 [T, k] and weights float32 [T, k].
 
-        Padding goes to no expert: for few tokens, every further expert costs its weights. It has
-        no token ids. Kernels are told even where there is none, so that there is one of them.
+        Padding has no token id and is routed to no expert, because for few tokens every further
+        expert costs the reading of its weights. The mask is passed even if there is no padding, so
+        that one build of a kernel serves both cases.
         """
         if self.token_experts is not None:
             ids, weights = route_hash(
@@ -62,14 +63,14 @@ class Router:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """One projection of all experts, kept one by one so that mapped files are read in place.
+    """One projection of all experts, one tensor each so that mapped files are read in place.
 
     Attributes:
-        kind: the format of all weights.
-        weights: one tensor an expert.
-        scales: one tensor an expert; empty for "plain".
+        kind: storage format of all weights.
+        weights: one tensor for each expert.
+        scales: one tensor for each expert; empty for "plain".
         block: rows and columns that share a scale, see ``PackedWeight``.
-        global_scales: float32 [E] (nvfp4), else None.
+        global_scales: float32 [E] factors (nvfp4), else None.
     """
 
     kind: str
@@ -80,7 +81,7 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, packed: list[PackedWeight]) -> ExpertWeights:
-        """Gather the experts' weights; all must be stored in the same way."""
+        """Gather the experts' weights; all must be stored in the same format."""
         kinds, blocks = {each.kind for each in packed}, {each.block for each in packed}
         if len(kinds) != 1 or len(blocks) != 1:
             raise ValueError(f"experts must share one weight format, got {sorted(kinds)}")
@@ -96,7 +97,7 @@ class ExpertWeights:
 
 
 class SharedExpert(nn.Module):
-    """The expert every token passes through."""
+    """The expert that every token passes through."""
 
     def __init__(
         self, *, w1: Linear, w2: Linear, w3: Linear, limit: float, backend: str | None = None
@@ -108,7 +109,7 @@ class SharedExpert(nn.Module):
         self.backend = backend
 
     def forward(self, x: Tensor, quantised: QuantizedRows | None = None) -> Tensor:
-        """Map [T, hidden] to [T, hidden]; x may be there in FP8 as well."""
+        """Map [T, hidden] to [T, hidden]; x may be given in FP8 as well."""
         gate, up = self.w1_w3(x, quantised)
         coded = codes.allocate(self.w2.reads_codes, gate)
         inner = swiglu(gate, up, self.limit, backend=self.backend, **codes.as_kwargs(coded))
@@ -120,12 +121,12 @@ class MixtureOfExperts(nn.Module):
     """Routed experts plus the shared one.
 
     Attributes:
-        index: layer index, for the recorder.
-        router: finds the experts.
+        index: index of the layer, for the recorder.
+        router: choice of the experts.
         w1, w2, w3: gate, down and up projections of the routed experts.
         shared: the shared expert, or this rank's part of it, or None.
-        expert_offset: number of the first expert here.
-        ranks: who has the other experts.
+        expert_offset: number of the first expert on this rank.
+        ranks: ranks that have the other experts.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class MixtureOfExperts(nn.Module):
         self.expert_offset = expert_offset
         self.ranks = ranks
         self.backend = backend
-        # Nothing is said of the usual blocks, and of factors that most formats have not.
+        # The usual block size and absent global scales are left to the operation's defaults.
         block = w1.block
         self._more: dict[str, Any] = {} if block == FP8_BLOCK else {"quant_block": block}
         whole = [each.global_scales for each in (w1, w3, w2) if each.global_scales is not None]
@@ -164,14 +165,14 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def reads_codes(self) -> bool:
-        """Whether it saves a launch to give it its input quantised as well."""
+        """True if it saves a launch to pass the input in quantised form as well."""
         return self.shared is not None and self.shared.w1_w3.reads_codes
 
     def forward(self, x: Tensor, step: Step, quantised: QuantizedRows | None = None) -> Tensor:
-        """Map [T, hidden] to [T, hidden]; needs the step's token ids where routing does.
+        """Map [T, hidden] to [T, hidden]; routing by token id needs the step's ids.
 
-        The shared expert may run beside the router and the others (``step.side``), which wait for
-        it where they add it.
+        The shared expert may run in parallel with the router and the routed experts
+        (``step.side``), which wait for it before they add its output.
         """
         with step.side.beside():
             shared = None if self.shared is None else self.shared(x, quantised)

@@ -13,11 +13,12 @@ from anymla.ops.norm_rope import rms_norm
 
 
 class DraftLayer(nn.Module):
-    """One MTP layer.
+    """One multi-token-prediction layer.
 
     Attributes:
-        e_proj, h_proj: [hidden, hidden], of the next token's embedding and of each stream.
-        e_norm, h_norm: RMSNorm weights [hidden] in front of them.
+        e_proj, h_proj: [hidden, hidden] projections of the next token's embedding and of each
+            stream.
+        e_norm, h_norm: RMSNorm weights [hidden] before them.
         block: an ordinary decoder layer, window only.
         head: collapses the streams; the embedding and the lm head are the backbone's.
     """
@@ -45,17 +46,17 @@ class DraftLayer(nn.Module):
         self.backend = backend
 
     def forward(self, h: Tensor, next_embedding: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """Draft streams.
+        """Compute draft streams.
 
         Args:
             h: [T, N, hidden], streams of the backbone after its last layer (or this layer's own
                 output for a further draft).
             next_embedding: [T, hidden], embedding of the token that follows each position.
-            step: the batch at the positions of ``h``.
-            cache: this layer's caches.
+            step: metadata of the batch at the positions of ``h``.
+            cache: caches of this layer.
 
         Returns:
-            [T, N, hidden].
+            [T, N, hidden] draft streams.
         """
         e = self.e_proj(rms_norm(next_embedding, self.e_norm, self.eps, backend=self.backend))
         g = self.h_proj(rms_norm(h, self.h_norm, self.eps, backend=self.backend))

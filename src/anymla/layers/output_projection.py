@@ -1,4 +1,4 @@
-"""From attention's heads back to the layer's width."""
+"""The output projection: from attention's heads to the layer's width."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from anymla.ops.linear import (
 
 
 class OutputProjection(nn.Module):
-    """Inverse RoPE, then a low-rank projection of every group of heads, then one of all groups.
+    """Inverse RoPE, then a low-rank projection of each group of heads, then one of all groups.
 
-    The grouped weight is decoded to the activations' dtype and the product taken there, as
-    DeepSeek's inference code does; or, with ``quantize_heads``, an FP8 weight is multiplied with
-    heads quantised in blocks of 128 channels, as vLLM does on CUDA devices.
+    The grouped weight is decoded to the activations' dtype and multiplied in it, as in DeepSeek's
+    inference code. With ``quantize_heads``, an FP8 weight is multiplied with heads quantised in
+    blocks of 128 channels, as in vLLM on CUDA devices.
 
     Attributes:
-        wo_a: [groups * rank, heads per group * head_dim].
-        wo_b: [hidden, groups * rank].
-        groups: number of groups; with several ranks, of this one.
+        wo_a: grouped weight [groups * rank, heads per group * head_dim].
+        wo_b: projection [hidden, groups * rank] of all groups.
+        groups: number of groups; with several ranks, those of this rank.
         quantize_heads: see above; needs FP8 weights and groups of whole 128 x 128 blocks.
-        ranks: who has the other groups.
+        ranks: ranks that have the other groups.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class OutputProjection(nn.Module):
         return self._from_codes(codes, scales, o.dtype)
 
     def of_quantized(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """``forward`` of heads that are rotated and quantised; [T, hidden] of ``dtype``."""
+        """Map heads that are rotated and quantised already to [T, hidden] in ``dtype``."""
         return self.ranks.total(self.wo_b(self._from_codes(codes, scales, dtype)))
 
     def _from_codes(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plans of attention that the layers of a step share."""
+"""Plans of attention, shared by the layers of a step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from anymla.ops.sparse_attention import sparse_attention_plan
 
 
 class Plans:
-    """Plans of one step, each made by the first layer that needs it.
+    """Plans of one step; the first layer that needs a plan builds it.
 
-    A graph that is being captured makes those that it follows: one from outside may be gone when
-    it is replayed, and nothing has filled one from inside before.
+    A graph under capture builds its own plans: a plan from outside the graph may be freed before a
+    replay, and a plan inside is not filled before it.
     """
 
     def __init__(self) -> None:
-        """None so far."""
+        """Start without plans."""
         self._made: dict[Hashable, Tensor | None] = {}
 
     def of(self, kind: Hashable, heads: int, window: Rows, entries: Rows | None) -> Tensor | None:
-        """The plan of a layer, for ``sparse_attention``.
+        """Return the plan of a layer, for ``sparse_attention``.
 
         Args:
-            kind: what its lists have in common with those of other layers.
-            heads: query heads.
-            window: rows of the first cache.
-            entries: rows of the second, or None.
+            kind: key that layers with the same list lengths share.
+            heads: number of query heads.
+            window: listed rows of the first cache.
+            entries: listed rows of the second cache, or None.
         """
         extra = None if entries is None else entries.indices.shape[-1]
         captured = window.lengths.is_cuda and torch.cuda.is_current_stream_capturing()

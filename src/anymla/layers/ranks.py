@@ -1,4 +1,4 @@
-"""The processes that share a model: each has some heads, output groups and experts."""
+"""The ranks that share a model: each has some heads, output groups and experts."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor, distributed
 
 from anymla.ops._inboxes import TURNS, Inboxes, blank_word, word_dtype
 
-# A row's largest logit, its token, and the log-sum of exponentials: ``ops.choice.best_logits``.
+# Per row: largest logit, its token, and log-sum of exponentials; see ``ops.choice.best_logits``.
 Best: TypeAlias = tuple[Tensor, Tensor, Tensor]
-# Elements and words that one program exchanges, and rows that choices are exchanged of.
+# Elements and words that one program exchanges, and the largest number of rows of choices.
 _SUM_SLICE, _CHOICE_WORDS, _MOST_CHOICES = 1024, 4, 1024
 
-# Its name from torch 2.13 on, and before.
+# The function's name from torch 2.13 on; None before.
 _all_gather: Any = getattr(distributed, "all_gather_single", None)
 _all_gather = _all_gather or distributed.all_gather_into_tensor
 
 
 class PeerMemory:
-    """Exchange of small tensors through the memory of the ranks' devices, each in one kernel.
+    """Exchange of small tensors through the memory of the ranks' devices, in one kernel each.
 
-    For devices of one machine that reach each other's memory, where it takes as long as a write
-    to another device does; see ``ops._inboxes``.
+    For devices of one machine that can access each other's memory, where an exchange takes one
+    write to another device; see ``ops._inboxes``.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, num_bytes: int) -> None:
-        """Allocate memory that the others see; to be called by all ranks at a time.
+        """Allocate memory that all ranks can access; all ranks must call it together.
 
         Args:
             dtype: dtype of the tensors that are added.
@@ -47,7 +47,7 @@ class PeerMemory:
         distributed.barrier()
 
     def takes(self, partial: Tensor) -> bool:
-        """Whether a tensor is of the kind and size that ``total`` adds."""
+        """True if ``total`` can add a tensor of this dtype and size."""
         return (
             partial.dtype == self._dtype
             and 0 < partial.numel() <= self._sums.capacity
@@ -55,13 +55,13 @@ class PeerMemory:
         )
 
     def total(self, partial: Tensor) -> Tensor:
-        """Sum of every rank's tensor."""
+        """Return the sum of every rank's tensor."""
         from anymla.ops._triton_rank_sum import sum_over_ranks
 
         return sum_over_ranks(partial, self._sums)
 
     def best(self, best: Best, *, first: int, vocab: int) -> tuple[Tensor, Tensor] | None:
-        """See ``Ranks.best``; None for more rows than are exchanged here."""
+        """Choose as ``Ranks.best`` does; None for more rows than can be exchanged here."""
         from anymla.ops.choice.triton_ranks import best_over_ranks
 
         if len(best[0]) > _MOST_CHOICES or best[0].dtype != torch.float32:
@@ -70,7 +70,7 @@ class PeerMemory:
 
 
 def _inboxes(dtype: torch.dtype, device: torch.device, words: int, step: int) -> Inboxes:
-    """Blank inboxes on all ranks, for as many words from each, ``step`` of them a program."""
+    """Allocate blank inboxes on all ranks, ``words`` from each, ``step`` of them a program."""
     from torch.distributed import _symmetric_memory as symmetric
 
     assert distributed.group.WORLD is not None
@@ -94,10 +94,10 @@ class Ranks:
 
     Attributes:
         rank: number of this process.
-        size: how many there are; 1 for a model that is whole.
+        size: number of ranks; 1 for a model that is whole.
         group: process group of torch.distributed; None for the default one.
-        peers: memory through which small tensors are exchanged in place of the group; None: the
-            group does everything.
+        peers: memory through which small tensors are exchanged instead of the group; None to use
+            the group for everything.
     """
 
     rank: int = 0
@@ -106,7 +106,7 @@ class Ranks:
     peers: PeerMemory | None = None
 
     def total(self, partial: Tensor) -> Tensor:
-        """Sum of every rank's tensor, the same bits on all; ``partial`` may be overwritten."""
+        """Return the sum of every rank's tensor, bitwise equal on all; overwrites ``partial``."""
         if self.size == 1:
             return partial
         if self.peers is not None and self.peers.takes(partial):
@@ -115,7 +115,7 @@ class Ranks:
         return partial
 
     def gathered(self, part: Tensor) -> Tensor:
-        """Every rank's columns side by side, [..., size * m] of each one's [..., m]."""
+        """Concatenate every rank's columns [..., m] to [..., size * m]."""
         if self.size == 1:
             return part
         parts = part.new_empty((self.size * len(part), *part.shape[1:]))
@@ -123,15 +123,15 @@ class Ranks:
         return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
     def best(self, best: Best, *, first: int, vocab: int) -> tuple[Tensor, Tensor]:
-        """The best of all ranks' best tokens, the same bits on all ranks.
+        """Return the best of all ranks' best tokens, bitwise equal on all ranks.
 
         Args:
-            best: as ``ops.choice.best_logits`` gives them for a part of the vocabulary each.
-            first: token of this rank's first logit.
-            vocab: tokens of all parts.
+            best: results of ``ops.choice.best_logits`` for this rank's part of the vocabulary.
+            first: token id of this rank's first logit.
+            vocab: number of tokens of all parts.
 
         Returns:
-            Tokens int64 [n], ``vocab`` for a row without a finite largest logit, and their
+            Tokens int64 [n], ``vocab`` for a row without a finite largest logit, and their natural
             log-probabilities [n].
         """
         value, token, log_sum = best
@@ -142,24 +142,24 @@ class Ranks:
                     return found
             values, log_sums = (self.gathered(each.unsqueeze(1)) for each in (value, log_sum))
             tokens = self.gathered((token + first).unsqueeze(1))
-            rank = values.argmax(1, keepdim=True)  # a NaN is larger than all; the first of equals
+            rank = values.argmax(1, keepdim=True)  # NaN counts as the largest; of equals, the first
             value, token = (each.gather(1, rank).squeeze(1) for each in (values, tokens))
             log_sum = log_sums.logsumexp(1)
-        # In fewer launches than isfinite.
+        # Fewer launches than isfinite takes.
         return torch.where(value - value == 0, token, vocab), value - log_sum
 
     def agreed(self, values: Tensor) -> Tensor:
-        """Rank 0's tensor, on all ranks; ``values`` may be overwritten. See ``agree``."""
+        """Return rank 0's tensor on all ranks; may overwrite ``values``. See ``agree``."""
         if self.size > 1:
             values = values.contiguous()
             distributed.broadcast(values, group_src=0, group=self.group)
         return values
 
     def agree(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Rank 0's numbers, on all ranks.
+        """Return rank 0's numbers on all ranks.
 
-        Ranks compute what they have in common for themselves, and must not drift apart where a
-        device's sums depend on the order of its threads.
+        Each rank computes shared decisions by itself; they must not diverge if a device's sums
+        depend on the order of its threads.
         """
         if self.size == 1 or not numbers:
             return numbers
@@ -167,7 +167,7 @@ class Ranks:
         return agreed
 
     def share(self, count: int) -> range:
-        """This rank's part of ``count`` things, all parts being of one size or nearly so."""
+        """Return this rank's part of ``count`` things; parts differ in size by at most one."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 

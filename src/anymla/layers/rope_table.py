@@ -12,7 +12,7 @@ class RopeTable:
     """One rotary table, shared by all layers with the same base.
 
     Attributes:
-        inv_freq: float32 [rope_dim / 2], radians a position.
+        inv_freq: float32 [rope_dim / 2], angle in radians per position.
     """
 
     def __init__(
@@ -22,9 +22,9 @@ class RopeTable:
         self._table = cos_sin_table(self.inv_freq, 0, 0)
 
     def table_for(self, length: int) -> Tensor:
-        """Float32 [n, rope_dim], n >= ``length``: cosines, then sines, of positions 0..n-1.
+        """Return float32 [n, rope_dim], n >= ``length``: cosines, then sines, of positions 0..n-1.
 
-        Grows by doubling, so that a long generation computes each row about once.
+        The table grows by doubling, so that a long generation computes each row about once.
         """
         have = len(self._table)
         if have < length:

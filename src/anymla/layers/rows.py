@@ -1,4 +1,4 @@
-"""Rows of a cache: where a step's tokens write them, and which ones they attend to."""
+"""Rows of a cache: slots that a step's tokens write, and rows that they attend to."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from anymla.ops.streams import scratch
 
 @dataclasses.dataclass(frozen=True)
 class GroupStep:
-    """One cache group's view of the step.
+    """One cache group's part of a step's metadata.
 
     Attributes:
         block_table: int32 [R, pages], page ids of each request; unused entries are 0 or negative.
-        slot_mapping: int64 [T], where each token's row (or the entry it closes) goes; -1 for none.
-        page_size: entries a page holds.
+        slot_mapping: int64 [T], slot of each token's row (or of the entry it completes); -1 for
+            none.
+        page_size: number of entries per page.
     """
 
     block_table: Tensor
@@ -29,28 +30,28 @@ class GroupStep:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Cache rows each token attends to.
+    """Cache rows that each token attends to.
 
     Attributes:
         indices: int32 [T, K], global slots, valid ones first, then -1.
-        lengths: int32 [T], how many are valid.
+        lengths: int32 [T], number of valid indices.
     """
 
     indices: Tensor
     lengths: Tensor
 
     def first(self, tokens: int) -> Rows:
-        """Those of the first tokens."""
+        """Return the rows of the first ``tokens`` tokens."""
         return Rows(self.indices[:tokens], self.lengths[:tokens])
 
 
 @dataclasses.dataclass(frozen=True)
 class NgramRows:
-    """Rows of a table that the n-grams behind each token are hashed to, as they are stored.
+    """Table rows, as stored, of the n-grams that end in each token.
 
     Attributes:
         weight: floating point [T, columns, D], or uint8 e4m3 codes.
-        scale: uint8 ue8m0 [T, columns, D / block] of codes, else None.
+        scale: uint8 ue8m0 [T, columns, D / block] scales of codes, else None.
     """
 
     weight: Tensor

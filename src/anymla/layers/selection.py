@@ -1,4 +1,4 @@
-"""The calls that choose entries for a step's tokens, and where what is chosen goes."""
+"""Calls that select entries for a step's tokens, and the destination of the selection."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from anymla.ops.indexer import (
 from anymla.ops.indexer.interface import LEAST_SCRATCH_BYTES, SCRATCH_BYTES
 from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 
-# A score, its block's mark, and the integer that orders it.
+# Bytes for a score, its block's mark, and the integer that orders it.
 _ROW_BYTES = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotTarget:
-    """Where the slots of chosen entries go.
+    """Destination of the slots of selected entries.
 
     Attributes:
         block_table: int32 [R, P], pages of the entries.
-        page_size: entries of a page.
-        slots: int32 [T, width], written.
-        counts: int32 [T], written.
+        page_size: number of entries per page.
+        slots: int32 [T, width] slots, written.
+        counts: int32 [T] number of slots, written.
     """
 
     block_table: Tensor
@@ -41,7 +41,7 @@ class SlotTarget:
     counts: Tensor
 
     def arguments(self, requests: slice, tokens: slice) -> dict[str, Any]:
-        """What ``select_topk`` is told for some of them."""
+        """Return keyword arguments of ``select_topk`` for a slice of requests and tokens."""
         return {
             "slot_table": self.block_table[requests],
             "slot_page_size": self.page_size,
@@ -52,13 +52,13 @@ class SlotTarget:
 
 @dataclasses.dataclass(frozen=True)
 class TwoLevels:
-    """Blocks of entries of every token.
+    """Blocks of entries of every token, for a selection in two levels.
 
     Attributes:
         blocks: int32 [T, n], numbers of blocks, then -1.
-        block_size: entries of a block.
-        keeps: the blocks are written, and the selection is over all entries; otherwise it is over
-            those of the blocks.
+        block_size: number of entries per block.
+        keeps: True if the blocks are written and the selection is over all entries; False if the
+            selection is over the entries of the blocks.
     """
 
     blocks: Tensor
@@ -88,26 +88,27 @@ def select_entries(
     """Score every visible entry of every token and keep the best.
 
     Args:
-        q: [T, H, 128] (or packed) index queries, from ``indexer_q_rope_quant``.
-        q_scales: of packed queries, from there.
-        weights: [T, H] float32, from there.
-        visible: int32 [T], entries that each token may select.
-        cache: index pages of ``layout``.
+        q: index queries [T, H, 128] (or packed), from ``indexer_q_rope_quant``.
+        q_scales: scales of packed queries, from the same operation.
+        weights: float32 [T, H] head weights, from the same operation.
+        visible: int32 [T], number of entries that each token may select.
+        cache: index pages in ``layout``.
         block_table: int32 [R, P], pages of each request.
-        query_lens: tokens of each request, in batch order.
-        num_decodes: how many of the first requests are decodes.
-        max_context: at least the largest of ``visible``.
+        query_lens: number of tokens of each request, in batch order.
+        num_decodes: number of leading requests that are decodes.
+        max_context: upper bound of ``visible``.
         layout: layout id of ``cache``.
-        out: int32 [T or more, width] to write into.
-        target: also write where the entries lie in another cache.
-        token_to_req: int32 [T], request of each token; without it, requests of unequal lengths
-            take a call each.
-        levels: blocks of entries that are kept for later layers, or selected within; None: neither.
-        scratch_bytes: bound of the memory that scores take; raised to what one token needs.
-        backend: of the operations.
+        out: int32 [T or more, width], written.
+        target: destination of the entries' slots in another cache; None to write no slots.
+        token_to_req: int32 [T], request of each token; without it, requests of unequal lengths take
+            a call each.
+        levels: blocks of entries that are kept for later layers, or selected within; None for
+            neither.
+        scratch_bytes: upper bound of the memory for scores; raised to the need of one token.
+        backend: name of the operations' backend; None for the best.
 
     Returns:
-        ``out``: request-local entries, ascending, then -1.
+        ``out`` with request-local entries, ascending, then -1.
     """
     scratch_bytes = max(scratch_bytes, LEAST_SCRATCH_BYTES, 8 * max_context)
     scores = None
@@ -116,7 +117,7 @@ def select_entries(
     ragged = token_to_req is not None and levels is None
     for call in selection_calls(query_lens, num_decodes, ragged=ragged):
         tokens = slice(call.first_token, call.end_token)
-        # Ragged calls name the requests of the whole batch.
+        # Ragged calls index the requests of the whole batch.
         requests = slice(None) if call.ragged else slice(call.first_request, call.end_request)
         more = {} if target is None else target.arguments(requests, tokens)
         if levels is not None and scores is not None:
@@ -158,7 +159,7 @@ class _Scores:
     backend: str | None
 
     def of(self, tokens: slice, block_table: Tensor) -> Tensor:
-        """Scores [n, max_context] of tokens, as many for each request of the table."""
+        """Return scores [n, max_context] of tokens, equally many for each row of the table."""
         by_request = (len(block_table), -1)
         scales = self.q_scales
         scores: Tensor = paged_mqa_logits(
@@ -184,10 +185,10 @@ def _select_in_levels(
     target: SlotTarget | None,
     scratch_bytes: int,
 ) -> None:
-    """Select for the tokens of a call, some of them at a time."""
+    """Select for the tokens of one call, in slices that fit the scratch memory."""
     requests = slice(call.first_request, call.end_request)
     each = (call.end_token - call.first_token) // (call.end_request - call.first_request)
-    # Of a row: float32 scores, and what orders them.
+    # A row takes float32 scores and their order.
     rows = max(1, scratch_bytes // (_ROW_BYTES * max(1, scores.max_context)))
     step = max(1, rows // each) * each if requests.stop - requests.start > 1 else rows
     width = out.shape[1]
@@ -229,7 +230,7 @@ def _store(
     target: SlotTarget | None,
     backend: str | None,
 ) -> None:
-    """Write the entries chosen for tokens of as many for each of the requests ``owners``."""
+    """Write the entries selected for tokens, equally many for each of the requests ``owners``."""
     out[tokens] = chosen
     if target is None:
         return
@@ -245,17 +246,17 @@ def _store(
     )
 
 
-# On a CPU keys of a token's blocks are read, written side by side, and read again to be scored.
+# On a CPU, keys of a token's blocks are read, written contiguously, and read again for scoring.
 _GATHERED_PASSES = 3
 
 
 def _within_blocks(levels: TwoLevels, each: int, scores: _Scores, width: int) -> bool:
-    """Whether the keys of each token's blocks are scored alone, as fewer bytes to move.
+    """True if it moves fewer bytes to score only the keys of each token's blocks.
 
-    Scoring all keys of a request reads them once for its ``each`` tokens. It is kept where the
-    blocks of a token may have fewer entries than it selects, or lie across pages. So it is for FP8
-    queries on a device: its kernels may differ in how they sum FP8 products, and which one scores
-    whole contexts is the device's affair.
+    Scoring all keys of a request reads them once for its ``each`` tokens. That remains the choice
+    if the blocks of a token may have fewer entries than it selects, or lie across pages. It also
+    remains for FP8 queries on a device: its kernels may differ in how they sum FP8 products, and
+    the device decides which of them scores whole contexts.
     """
     held = levels.blocks.shape[1] * levels.block_size
     on_host = scores.q.device.type == "cpu"
@@ -271,12 +272,12 @@ def _within_blocks(levels: TwoLevels, each: int, scores: _Scores, width: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class SelectionCall:
-    """Consecutive requests whose tokens select in one call.
+    """Consecutive requests whose tokens are selected for in one call.
 
     Attributes:
-        first_request, end_request: the requests.
-        first_token, end_token: their tokens.
-        ragged: the requests have different numbers of tokens.
+        first_request, end_request: range of the requests.
+        first_token, end_token: range of their tokens.
+        ragged: True if the requests have different numbers of tokens.
     """
 
     first_request: int
@@ -289,15 +290,15 @@ class SelectionCall:
 def selection_calls(
     query_lens: tuple[int, ...], num_decodes: int, *, ragged: bool
 ) -> Iterator[SelectionCall]:
-    """Cut a step into calls: decodes of equal lengths, and everything else.
+    """Split a step into calls: decodes of equal lengths, and all other requests.
 
-    Decodes have a call to themselves because their tokens share no keys, or few, and are scored in
-    other tiles than prefills.
+    Decodes have a call of their own because their tokens share few keys, and are scored in other
+    tiles than prefills.
 
     Args:
-        query_lens: tokens of each request, in batch order.
-        num_decodes: how many of the first requests are decodes.
-        ragged: a call may take requests of different lengths.
+        query_lens: number of tokens of each request, in batch order.
+        num_decodes: number of leading requests that are decodes.
+        ragged: True if a call may take requests of different lengths.
     """
     starts = [0, *accumulate(query_lens)]
     edges = [0] if len(set(query_lens[:num_decodes])) != 1 else [0, num_decodes]
@@ -310,14 +311,14 @@ def selection_calls(
 
 
 def all_entries(visible: Tensor, width: int) -> Tensor:
-    """The selection where every visible entry fits: 0, 1, ... then -1.
+    """Return the selection when every visible entry fits: 0, 1, ... then -1.
 
     Args:
-        visible: int32 [T], entries visible to each token, at most ``width``.
-        width: columns of the result.
+        visible: int32 [T], number of entries visible to each token, at most ``width``.
+        width: number of columns of the result.
 
     Returns:
-        int32 [T, width].
+        int32 [T, width] request-local entries.
     """
     entry = torch.arange(width, dtype=torch.int32, device=visible.device)
     return torch.where(entry < visible.unsqueeze(1), entry, -1)

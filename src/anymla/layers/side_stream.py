@@ -1,4 +1,4 @@
-"""Further CUDA streams of a device, for work that need not wait for what runs on the first."""
+"""Further CUDA streams of a device, for work that can run in parallel with the first stream."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from anymla.ops.streams import stream_lane
 
 
 class SideStream:
-    """Runs what is launched inside ``beside`` next to what is launched after it, until ``join``.
+    """Runs launches inside ``beside`` in parallel with later launches, until ``join``.
 
-    There are two streams: one whose CTAs go first where not all fit, for what is
-    waited for longest, and one for the rest. Forking waits for all earlier work, or for a mark, and
-    joining makes later work wait, so that memory freed on either side is not used again too early:
-    tensors made before the fork must live until the join. Inside a CUDA graph the streams become
-    parallel branches.
+    There are two streams: one with priority for its CTAs, for work on the longest path, and one for
+    the rest. A fork waits for all earlier work, or for a mark, and a join makes later work wait, so
+    that memory freed on either side is not reused too early. Tensors made before the fork must live
+    until the join. Inside a CUDA graph the streams become parallel branches.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first = torch.cuda.Stream(device, priority=-1)
-        # Streams come from a pool and are given out again: one may be what is launched on already.
+        # Streams come from a pool and are reused: one of them may be the current stream.
         self._others = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._forked: set[torch.cuda.Stream] = set()
 
@@ -31,11 +30,11 @@ class SideStream:
     def beside(
         self, *, first: bool = False, after: torch.cuda.Event | None = None
     ) -> Iterator[None]:
-        """Launch on another stream.
+        """Launch the block's work on another stream.
 
         Args:
-            first: on the one whose CTAs go first.
-            after: behind this mark; None: after all that has been launched here so far.
+            first: True for the stream with priority for its CTAs.
+            after: mark to wait for; None to wait for all launches on this stream so far.
         """
         here = torch.cuda.current_stream(self._device)
         stream = self._first if first else self._others[self._others[0] == here]
@@ -48,14 +47,14 @@ class SideStream:
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """The point that the current stream has come to."""
+        """Return a mark of the current stream's position."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def join(self) -> None:
-        """Let what follows wait for what runs beside, if anything does."""
-        for stream in self._forked:  # a graph knows nothing of a stream that has not been forked
+        """Make later work wait for the parallel work, if there is any."""
+        for stream in self._forked:  # a graph does not know streams that have not been forked
             torch.cuda.current_stream(self._device).wait_stream(stream)
         self._forked.clear()
 
@@ -64,20 +63,20 @@ class Inline(SideStream):
     """No further streams: everything runs in the order of its launches."""
 
     def __init__(self) -> None:
-        """Nothing to set up."""
+        """Set up nothing."""
 
     @contextlib.contextmanager
     def beside(
         self, *, first: bool = False, after: torch.cuda.Event | None = None
     ) -> Iterator[None]:
-        """Launch as everywhere else."""
+        """Launch on the current stream."""
         yield
 
     def mark(self) -> None:
-        """All there is has been launched."""
+        """Return no mark, because all work is in order."""
 
     def join(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because no work runs in parallel."""
 
 
 INLINE = Inline()

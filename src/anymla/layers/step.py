@@ -1,4 +1,4 @@
-"""All that one forward step knows about its batch, as plain tensors shared by every layer."""
+"""The metadata of one forward step, as plain tensors shared by every layer."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ class Step:
     """A batch of tokens: decode requests first, then prefill chunks.
 
     Attributes:
-        token_ids: int64 [T]; -1 for padding.
+        token_ids: int64 [T] token ids; -1 for padding.
         positions: int64 [T], absolute, 0-based.
         token_to_req: int32 [T], request row of each token; -1 for padding.
-        is_valid: bool [T], false for padding.
-        seq_lens: int32 [R], lengths including this step's tokens.
+        is_valid: bool [T], False for padding.
+        seq_lens: int32 [R], lengths in tokens including this step's.
         query_start_loc: int32 [R + 1], prefix sums of the query lengths.
-        query_lens: the query lengths on the host.
-        num_decodes: how many of the requests are decodes.
+        query_lens: number of tokens of each request, on the host.
+        num_decodes: number of leading requests that are decodes.
         max_seq_len: largest entry of ``seq_lens``, on the host.
-        groups: by cache group.
-        window: rows of the sliding window.
-        dense: by compressed group, the rows of all visible entries, wherever a layer attends to all
-            of them: without an indexer, or with one that selects as many; in a drafter's block,
-            the rows of its context.
-        index_lens: by group of index keys, int32 [T], entries visible to each token's indexer.
-        padded: some tokens may be padding, as in a step of fixed size.
-        chunks: by compressed group, or the window's for layers without one, what the prefill
-            requests can see, where attention reads it as one workspace instead of by slots; or what
-            all requests can see, in decode steps of several queries each.
+        groups: metadata by cache group.
+        window: listed rows of the sliding window.
+        dense: rows of all visible entries by compressed group, for groups in which a layer attends
+            to all of them: without an indexer, or with one that selects as many. In a drafter's
+            block, the rows of its context.
+        index_lens: int32 [T] by group of index keys, entries visible to each token's indexer.
+        padded: True if some tokens may be padding, as in a step of fixed size.
+        chunks: rows that the prefill requests see, by compressed group, or by the window's for
+            layers without one, if attention reads them as one workspace instead of by slots. In
+            decode steps of several queries a request, the rows that all requests see.
         shared: by the same names, what the queries of each request share, where attention decodes
             it once for some of them; in decode steps of as many rows a request.
-        side: where work goes that may run beside the query's projection.
-        plans: of attention by slots, made by the first layer of a kind.
-        selections: by layer, what later layers attend to as well: int32 [T, K], in entries of the
-            request, and the rows of those.
-        candidates: by layer, int32 [T, n], blocks of entries that later layers select within.
-        ngrams: by layer that reads n-grams, the rows of its table; those of padding hold anything.
-        recorder: called as (kind, layer index, tensor) with what a layer decided: "topk" with the
+        side: further streams, for work that may run in parallel with the query's projection.
+        plans: plans of attention by slots, built by the first layer of a kind.
+        selections: by layer, the selection that later layers attend to as well: int32 [T, K], in
+            entries of the request, and its rows.
+        candidates: int32 [T, n] by layer, blocks of entries that later layers select within.
+        ngrams: by layer that reads n-grams, the rows of its table; undefined for padding.
+        recorder: callback (kind, layer index, tensor) for a layer's decisions: "topk" with the
             request-local selection [T, K], "candidates" with the blocks [T, n] that later layers
             select within, "experts" with the expert ids [T, k].
     """

@@ -1,6 +1,6 @@
-"""What an answer of DeepSeek-V4 or V4.1 consists of: thinking, text and tool calls.
+"""The parts of an answer of DeepSeek-V4 or V4.1: thinking, text and tool calls.
 
-An answer that is not in the format is never an error: what cannot be read as a call stays text.
+An answer that breaks the format is never an error: text that cannot be read as a call stays text.
 Both families' spellings of calls are read in answers of either.
 """
 
@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from anymla.model.encoding import DSML, EOS, THINK, THOUGHT
 
-# "tool_calls" is V4's block of calls and " calls" is V4.1's; models have been seen to write the
-# others, and to leave the block out.
+# "tool_calls" is V4's block of calls and " calls" is V4.1's. Models also write the other spellings,
+# and sometimes leave the block out.
 _BLOCKS = ("tool_calls", "calls", "toolcalls", "tool", "function_calls")
 _STARTS = tuple(
     f"<{DSML}{space}{name}"
     for space in ("", " ")
     for name in (*(f"{block}>" for block in _BLOCKS), 'invoke name="')
 )
-_GAP = "\n\n"  # which the format puts between a text and its calls
+_GAP = "\n\n"  # the format's separator between a text and its calls
 _GAPPED_STARTS = (*_STARTS, *(_GAP + start for start in _STARTS))
 _START = re.compile("|".join(map(re.escape, _STARTS)))
 _BLOCK = re.compile(rf"\n?</?{DSML} ?(?:{'|'.join(_BLOCKS)})>")
@@ -40,11 +40,11 @@ ToolCall = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A piece of an answer as it comes.
+    """A piece of an answer as it is generated.
 
     Attributes:
         kind: "reasoning" for thinking, "text" for the answer itself.
-        text: the piece, not empty.
+        text: text of the piece, not empty.
     """
 
     kind: Literal["reasoning", "text"]
@@ -56,10 +56,10 @@ class Answer:
     """A whole answer.
 
     Attributes:
-        text: the answer itself.
-        reasoning: the thinking before it.
-        tool_calls: calls as the OpenAI API writes them: {"id": ..., "type": "function",
-            "function": {"name": ..., "arguments": <JSON text>}}.
+        text: the answer itself, without thinking and calls.
+        reasoning: thinking before the text.
+        tool_calls: calls in the OpenAI API's form: {"id": ..., "type": "function", "function":
+            {"name": ..., "arguments": <JSON text>}}.
     """
 
     text: str
@@ -68,11 +68,11 @@ class Answer:
 
 
 def parse_answer(text: str, *, thinking: bool = False) -> Answer:
-    """Take an answer apart.
+    """Parse an answer into thinking, text and tool calls.
 
     Args:
-        text: the answer, its marks written out; an end-of-text token at its end is dropped.
-        thinking: the prompt has begun the thinking, so that the answer starts within it.
+        text: text of the answer with its marks; an end-of-text token at its end is dropped.
+        thinking: True if the prompt has begun the thinking, so that the answer starts inside it.
     """
     stream = AnswerStream(thinking=thinking)
     parts = [*stream.push(text.removesuffix(EOS)), *stream.finish()]
@@ -80,30 +80,30 @@ def parse_answer(text: str, *, thinking: bool = False) -> Answer:
 
 
 class AnswerStream:
-    """Takes an answer apart while it comes.
+    """Parses an answer while it is generated.
 
     Text is held back while it may be the beginning of a mark. Calls are read when the answer ends.
 
     Attributes:
-        tool_calls: the calls, once ``finish`` has been called.
+        tool_calls: calls of the answer, set by ``finish``.
     """
 
     def __init__(self, *, thinking: bool = False) -> None:
-        """Begin.
+        """Start with empty text.
 
         Args:
-            thinking: the prompt has begun the thinking.
+            thinking: True if the prompt has begun the thinking.
         """
         self._thinking = thinking
-        # A mark at the very beginning belongs to the prompt rather than to the answer: thinking is
-        # opened once more, or closed where there is none. Behind the first word it is text.
+        # A mark at the very beginning belongs to the prompt: it opens the thinking once more, or
+        # closes a thinking that is not open. After the first word it is text.
         self._opens = True
         self._calling = False
         self._held = ""
         self.tool_calls: tuple[ToolCall, ...] = ()
 
     def push(self, text: str) -> list[Part]:
-        """The parts that this text makes certain."""
+        """Return the parts that this text makes certain."""
         self._held += text
         parts: list[Part] = []
         while not self._calling and self._held and self._advance(parts):
@@ -111,7 +111,7 @@ class AnswerStream:
         return parts
 
     def finish(self) -> list[Part]:
-        """What is left at the end; sets ``tool_calls``."""
+        """Return the rest at the end, and set ``tool_calls``."""
         rest, self._held = self._held, ""
         if not self._calling:
             return self._part(rest)
@@ -126,14 +126,14 @@ class AnswerStream:
         return self._part(rest)
 
     def answer(self, parts: Iterable[Part]) -> Answer:
-        """The whole of all parts that ``push`` and ``finish`` have returned."""
+        """Join all parts that ``push`` and ``finish`` have returned."""
         texts: dict[str, list[str]] = {"reasoning": [], "text": []}
         for part in parts:
             texts[part.kind].append(part.text)
         return Answer("".join(texts["text"]), "".join(texts["reasoning"]), self.tool_calls)
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Use up held text as far as it is certain; true where more may be certain."""
+        """Consume held text as far as it is certain; return True if more may be certain."""
         if self._opens:
             text = self._held.lstrip()
             marks = (THINK,) if self._thinking else (THINK, THOUGHT)
@@ -171,7 +171,7 @@ class AnswerStream:
 
 
 def _read_calls(raw: str) -> tuple[tuple[ToolCall, ...], str]:
-    """The calls in a text that begins with their block, and what is no call in it."""
+    """Return the calls in a text that begins with their block, and the text that is no call."""
     calls: list[ToolCall] = []
     rest: list[str] = []
     place = 0
@@ -197,12 +197,12 @@ def _read_calls(raw: str) -> tuple[tuple[ToolCall, ...], str]:
 
 
 def _unmarked(text: str) -> str:
-    """A text between or behind calls without the marks of their block and the line's end there."""
+    """Remove the marks of a block, and the line end at them, from text between or after calls."""
     return _BLOCK.sub("", text).removeprefix("\n")
 
 
 def _read_call(raw: str, head: re.Match[str]) -> tuple[str, dict[str, Any], int] | None:
-    """Name, arguments and end of the call that begins with ``head``; None if it is malformed."""
+    """Return name, arguments and end of the call that begins with ``head``; None if malformed."""
     arguments: dict[str, Any] = {}
     place = _past_space(raw, head.end())
     while parameter := _PARAMETER.match(raw, place):
@@ -218,7 +218,7 @@ def _read_call(raw: str, head: re.Match[str]) -> tuple[str, dict[str, Any], int]
 
 
 def _value(text: str) -> Any:
-    """The value of a JSON text, or the text where it is none, or cannot be written again."""
+    """Parse a JSON text; return the text itself if it is no JSON or cannot be written again."""
     try:
         value = json.loads(text)
         json.dumps([[value]], ensure_ascii=False, allow_nan=False).encode()
@@ -234,6 +234,6 @@ def _past_space(raw: str, place: int) -> int:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of the text that is a beginning of the mark, and not all of it."""
+    """Return the length of the longest end of the text that is a proper beginning of the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to modules: the one place that knows both kinds of names."""
+"""Construction of modules from a checkpoint's tensors, where both naming schemes meet."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from anymla.model.weights import ReadLinear, ReadTensor, Weights
 
 @dataclasses.dataclass(frozen=True)
 class Ngrams:
-    """What layers with a memory of n-grams are built from.
+    """Inputs to layers with a memory of n-grams.
 
     Attributes:
-        token_map: int64 [vocab], see ``token_map.token_map``.
-        read_table: a table by its prefix, and its scales or None.
+        token_map: int64 [vocab], normalised token ids, see ``token_map.token_map``.
+        read_table: function from a table's prefix to the table and its scales or None.
     """
 
     token_map: Tensor
@@ -49,15 +49,15 @@ class Ngrams:
 
 
 class Builder:
-    """Builds the network from two readers, so that it does not care where weights come from.
+    """Builds the network from two reader functions, independent of the weights' source.
 
     Attributes:
-        weights: of the checkpoint, in the form that modules keep.
+        weights: weights of the checkpoint, in the modules' form.
         dtype: dtype of the activations.
-        ranks: the processes that share the network.
-        ngrams: what a model with a memory of n-grams needs besides its weights, or None.
-        share_channels: each rank has some channels of every routed expert (tensor parallel), not
-            some experts whole (expert parallel).
+        ranks: ranks that share the network.
+        ngrams: further inputs to a memory of n-grams, or None.
+        share_channels: True if each rank has some channels of every routed expert (tensor
+            parallel), False if it has some experts whole (expert parallel).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Builder:
         self.compressed_rope = RopeTable(rope_dim, config.compress_rope_theta, config.yarn, device)
 
     def transformer(self) -> Transformer:
-        """The whole network."""
+        """Build the whole network."""
         config = self.config
         specs = layer_specs(config)
         return Transformer(
@@ -128,12 +128,12 @@ class Builder:
         )
 
     def vocabulary(self) -> range:
-        """Tokens that this rank has the lm head's rows of; all, if they do not divide evenly."""
+        """Tokens whose lm head rows this rank has; all tokens if they do not divide evenly."""
         vocab = self.config.vocab_size
         return range(vocab) if vocab % self.ranks.size else self.ranks.share(vocab)
 
     def decoder(self, prefix: str, spec: LayerSpec) -> DecoderLayer:
-        """One decoder layer."""
+        """Build one decoder layer."""
         return DecoderLayer(
             attention_site=self.site(prefix, "attn"),
             attention=self.attention(prefix + "attn.", spec),
@@ -143,7 +143,7 @@ class Builder:
         )
 
     def engram(self, prefix: str, spec: LayerSpec) -> Engram | None:
-        """The layer's memory of n-grams, if it reads one."""
+        """Build the layer's memory of n-grams, if it has one."""
         config = self.config.engram
         if config is None or spec.index not in config.layer_ids:
             return None
@@ -162,7 +162,7 @@ class Builder:
         )
 
     def draft(self, prefix: str, spec: LayerSpec) -> DraftLayer:
-        """One MTP layer."""
+        """Build one MTP layer."""
         return DraftLayer(
             e_proj=self.weights.linear(prefix + "e_proj"),
             h_proj=self.weights.linear(prefix + "h_proj"),
@@ -175,7 +175,7 @@ class Builder:
         )
 
     def dspark(self, config: DSparkConfig, specs: Sequence[LayerSpec]) -> BlockDrafter:
-        """The DSpark drafter."""
+        """Build the DSpark drafter."""
         stages = [spec for spec in specs if spec.role == "dspark"]
         last = f"mtp.{len(stages) - 1}."
         confidence = f"{last}confidence_head.proj.weight"
@@ -200,7 +200,7 @@ class Builder:
         )
 
     def attention(self, prefix: str, spec: LayerSpec) -> AttentionLayer:
-        """Attention of one layer."""
+        """Build the attention of one layer."""
         rope = self.compressed_rope if spec.ratio else self.plain_rope
         config = self.config
         heads = self.ranks.share(config.num_attention_heads)
@@ -224,13 +224,13 @@ class Builder:
         )
 
     def output(self, prefix: str, groups: int, inner: range) -> OutputProjection:
-        """The output projection of this rank's groups, whose channels are ``inner``."""
+        """Build the output projection of this rank's groups, whose channels are ``inner``."""
         wo_a = self.weights.packed(prefix + "wo_a", rows=inner)
-        # What is multiplied with quantised heads is in whole blocks of theirs.
+        # Products with quantised heads need whole blocks of the weight.
         whole = self.config.o_lora_rank % FP8_BLOCK == 0 and wo_a.block == FP8_BLOCK
         on_device = self.device.type != "cpu"
         if on_device and (wo_a.kind != "fp8" or wo_a.block != FP8_BLOCK):
-            # Decoding takes as long as the product does; it is done once.
+            # Decoding takes as long as the product does, so it is done once.
             wo_a = PackedWeight("plain", wo_a.dense(self.dtype))
         return OutputProjection(
             wo_a=wo_a,
@@ -244,7 +244,7 @@ class Builder:
         )
 
     def compressor(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Compressor:
-        """The main compressor, or the one inside an indexer."""
+        """Build the main compressor, or the one inside an indexer."""
         norm = self.weights.float32(prefix + "norm.weight")
         gate = self.weights.as_stored(prefix + "wgate") if spec.keeps_states else None
         if spec.position_bias:
@@ -263,7 +263,7 @@ class Builder:
         )
 
     def indexer(self, prefix: str, spec: LayerSpec, rope: RopeTable) -> Indexer:
-        """The lightning indexer."""
+        """Build the lightning indexer of a layer."""
         pools = spec.keeps_keys and not spec.latent_keys
         keys = None
         if spec.keeps_keys and spec.latent_keys:
@@ -285,7 +285,7 @@ class Builder:
         )
 
     def site(self, prefix: str, kind: str) -> HyperConnection:
-        """The hyper-connection around a sub-layer, with its norm."""
+        """Build the hyper-connection around a sub-layer, with its norm."""
         return HyperConnection(
             fn=self.weights.float32(f"{prefix}hc_{kind}_fn"),
             base=self.weights.float32(f"{prefix}hc_{kind}_base"),
@@ -296,14 +296,14 @@ class Builder:
         )
 
     def leaving_head(self, prefix: str) -> HyperConnectionHead | DelayedHead:
-        """What makes one stream of those behind the last of some layers."""
+        """Build the head that collapses the streams after the last of some layers."""
         if not self.config.family.delayed:
             return self.head(prefix, f"{prefix}norm.weight")
         norm = self.weights.float32(f"{prefix}norm.weight")
         return DelayedHead(norm=norm, options=self.options, backend=self.backend)
 
     def head(self, prefix: str, norm: str) -> HyperConnectionHead:
-        """The collapse of the streams through gates of the head's own."""
+        """Build the collapse of the streams through gates of the head's own."""
         return HyperConnectionHead(
             fn=self.weights.float32(prefix + "hc_head_fn"),
             base=self.weights.float32(prefix + "hc_head_base"),
@@ -314,7 +314,7 @@ class Builder:
         )
 
     def experts(self, prefix: str, spec: LayerSpec) -> MixtureOfExperts:
-        """The mixture of experts; the first layers route by token id."""
+        """Build the mixture of experts; the first layers route by token id."""
         config = self.config
         experts, active = config.experts_of(spec.role)
         hashed = spec.index < config.num_hash_layers
@@ -325,8 +325,8 @@ class Builder:
             bias=None if hashed else self.weights.float32(prefix + "gate.bias"),
             token_experts=self.weights.read(prefix + "gate.tid2eid") if hashed else None,
         )
-        # As stored even in float32: the experts are nearly all of a checkpoint, and only the few
-        # that a token visits are worth converting.
+        # Kept as stored even in float32: the experts are nearly all of a checkpoint, and only the
+        # few that a token visits are worth a conversion.
         here, inner = self.ranks.share(experts), None
         if self.share_channels:
             here, inner = range(experts), self.ranks.share(config.moe_intermediate_size)
@@ -350,9 +350,9 @@ class Builder:
         )
 
     def shared_expert(self, prefix: str) -> SharedExpert | None:
-        """The shared expert, or this rank's channels of it, if the model has one.
+        """Build the shared expert, or this rank's channels of it, if the model has one.
 
-        If its channels do not come apart evenly, the first rank has all of them.
+        If its channels do not divide evenly, the first rank has all of them.
         """
         if not self.config.n_shared_experts:
             return None
@@ -374,7 +374,7 @@ class Builder:
 def ngram_hash(
     config: EngramConfig, layer: int, token_map: Tensor, device: torch.device
 ) -> NgramHash:
-    """How a layer hashes n-grams; all of it follows from the configuration and the tokenizer."""
+    """Build a layer's hash of n-grams, which follows from the configuration and the tokenizer."""
     moduli = torch.tensor(config.primes()[layer])
     return NgramHash(
         token_map=token_map.to(device),
@@ -386,11 +386,11 @@ def ngram_hash(
 
 
 def shares_channels(config: ModelConfig, ranks: Ranks, device: torch.device) -> bool:
-    """Whether ranks do best with some channels of every routed expert each.
+    """True if ranks run faster with some channels of every routed expert each.
 
-    All then read as much, where whole experts leave three ranks waiting for the fourth: on four
-    H200s 1, 8 and 11 % of a step of 1, 8 and 32 requests (docs/performance/full_size.md). Hopper's
-    grouped GEMM reads an MXFP4 expert's channels in stages of 256.
+    All ranks then read equally much, while whole experts leave three ranks waiting for the fourth:
+    on four H200s 1, 8 and 11 % of a step of 1, 8 and 32 requests (docs/performance/full_size.md).
+    Hopper's grouped GEMM reads an MXFP4 expert's channels in stages of 256.
     """
     whole_stages = config.moe_intermediate_size % (ranks.size * 256) == 0
     on_device = ranks.size > 1 and device.type != "cpu"
@@ -398,12 +398,12 @@ def shares_channels(config: ModelConfig, ranks: Ranks, device: torch.device) -> 
 
 
 def _times(part: range, size: int) -> range:
-    """The elements of a part whose members have ``size`` each."""
+    """Scale a range of groups to the range of their elements, ``size`` in each."""
     return range(part.start * size, part.stop * size)
 
 
 def rank_counts(config: ModelConfig) -> tuple[int, ...]:
-    """Numbers of ranks by which heads, groups and experts can be shared."""
+    """Return the numbers of ranks that can share the heads, groups and experts."""
     shared = math.gcd(config.num_attention_heads, config.o_groups)
     return tuple(n for n in range(1, _fewest_experts(config) + 1) if shared % n == 0)
 
@@ -413,7 +413,7 @@ def _fewest_experts(config: ModelConfig) -> int:
 
 
 def _require_shares(config: ModelConfig, ranks: Ranks) -> None:
-    """Raise ConfigError unless every rank gets as many heads and groups, and an expert."""
+    """Raise ConfigError unless heads and groups divide evenly and every rank gets an expert."""
     possible = ", ".join(map(str, rank_counts(config)))
     for what, count in (
         ("attention heads", config.num_attention_heads),

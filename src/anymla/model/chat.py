@@ -1,4 +1,4 @@
-"""Writing dialogues as text: by a chat template, else as the family of models was trained."""
+"""Writers of dialogues: a chat template, else the format that the models were trained on."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from anymla.model.generation import ChatTemplate
 from anymla.model.messages import read_content, read_tools
 from anymla.model.tokenizer import Tokenizer
 
-# What templates of different makers call the same switch.
+# Names of the same switch in different makers' templates.
 _THINKING_NAMES = ("thinking", "enable_thinking")
 _EFFORT_NAME, _DROP_NAME = "reasoning_effort", "drop_thinking"
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatOptions:
-    """How a dialogue shall be answered.
+    """Options of a dialogue's answer.
 
     Attributes:
-        tools: functions that may be called, as the OpenAI API lists them.
-        thinking: think before the answer; None for what the format does by itself: a chat template
+        tools: functions that may be called, in the OpenAI API's form.
+        thinking: True to think before the answer; None for the format's default: a chat template
             decides, the families' own encodings do not think.
-        reasoning_effort: how thorough the thinking is, which it turns on; "none" turns it off.
-        continue_final_message: go on with the last message, an assistant's, instead of beginning
-            an answer; None: where the last message is one.
-        template_options: further names for a chat template.
+        reasoning_effort: thoroughness of the thinking, which it turns on; "none" turns it off.
+        continue_final_message: True to continue the last message, an assistant's, instead of
+            beginning an answer; None to do so if the last message is an assistant's.
+        template_options: further variables of a chat template.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -52,10 +52,10 @@ class ChatOptions:
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """True where the last message is to be continued.
+        """True if the last message is to be continued.
 
         Raises:
-            ValueError: no messages, or one that is no mapping.
+            ValueError: there are no messages, or one is no mapping.
         """
         if not messages:
             raise ValueError("messages must hold at least one message, got none")
@@ -78,8 +78,8 @@ class ChatText:
     """A dialogue as text.
 
     Attributes:
-        text: up to where the next answer begins.
-        thinks: the answer begins within the thinking.
+        text: text up to where the next answer begins.
+        thinks: True if the answer begins inside the thinking.
     """
 
     text: str
@@ -87,27 +87,27 @@ class ChatText:
 
 
 class ChatFormat(Protocol):
-    """Writes dialogues as text."""
+    """Interface of a format that writes dialogues as text."""
 
     def write(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatText:
-        """The text of a dialogue, up to where the next answer begins.
+        """Write a dialogue as text, up to where the next answer begins.
 
         Args:
-            messages: each with "role", and "content" or "tool_calls".
-            options: how it shall be answered.
+            messages: mappings with "role", and "content" or "tool_calls".
+            options: options of the answer.
 
         Raises:
-            ValueError: messages or options that the format does not have.
+            ValueError: the format does not support the messages or options.
         """
 
 
 def chat_format(directory: str | Path, encoding: str, tokenizer: Tokenizer) -> ChatFormat:
-    """The format of a checkpoint's dialogues.
+    """Return the format of a checkpoint's dialogues.
 
     Args:
-        directory: the checkpoint; code in it is never run.
+        directory: directory of the checkpoint; code in it is never run.
         encoding: name of the family's own format, for a checkpoint without a chat template.
-        tokenizer: the checkpoint's.
+        tokenizer: tokenizer of the checkpoint.
 
     Raises:
         ConfigError: the chat template cannot be read.
@@ -119,7 +119,7 @@ def chat_format(directory: str | Path, encoding: str, tokenizer: Tokenizer) -> C
 
 
 class _TemplateFormat:
-    """Dialogues by a chat template."""
+    """Dialogues in the format of a chat template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -138,7 +138,7 @@ class _TemplateFormat:
         if thinking is not None:
             names |= dict.fromkeys(_THINKING_NAMES, thinking)
         names |= options.template_options
-        # Templates put strings together: text in parts is handed over as one.
+        # Templates concatenate strings, so text in parts is passed as one string.
         flat = [
             {**message, "content": read_content(message["content"], f"messages[{place}].content")}
             if isinstance(message.get("content"), list | tuple)
@@ -164,7 +164,7 @@ class _TemplateFormat:
 
 
 class _OwnFormat:
-    """Dialogues as a family of models was trained on them."""
+    """Dialogues in the format that a family of models was trained on."""
 
     def __init__(self, directory: str, encoding: Encoding, tokenizer: Tokenizer) -> None:
         self._directory = directory
@@ -218,7 +218,7 @@ class _OwnFormat:
         return ChatText(text, thinks)
 
     def _marks(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[str]:
-        """The marks that a dialogue may need, which are tokens of their own in training."""
+        """Yield the marks that a dialogue may need, each a single token in training."""
         yield from (BOS, EOS, USER, ASSISTANT, THINK, THOUGHT)
         if self._encoding.marks_system:
             yield SYSTEM

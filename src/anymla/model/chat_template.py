@@ -1,4 +1,4 @@
-"""Write a dialogue as the text that a checkpoint was trained on, by the checkpoint's template."""
+"""Chat templates of checkpoints, which write a dialogue as the text of the training format."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from anymla.model.tokenizer_config import TokenizerError, named_tokens, read_tok
 _FILE, _FOLDER, _ENDING = "chat_template.jinja", "additional_chat_templates", ".jinja"
 _LARGEST = 1 << 20
 _MOST_NAMED = 100
-# What a template may use; a dialogue of a million tokens takes a small part of it.
+# Limits of a template's run; a dialogue of a million tokens takes a small part of them.
 _CPU_SECONDS, _MEBIBYTES, _CHARACTERS = 1.0, 512, 1 << 24
-_SECONDS = 60.0  # by the clock, on a machine that has no time for it
-# Names of the part of an answer that was thought; templates read one or the other.
+_SECONDS = 60.0  # wall-clock limit, for a busy machine
+# Names of an answer's thinking; templates read one or the other.
 _THOUGHT = ("reasoning_content", "thinking", "reasoning")
-# Behind a message that is to be continued. The blank shows whether a template trims messages.
+# Text after a message that is to be continued. The blank shows if a template trims messages.
 _HERE, _BLANK = "\ue000HERE THE ANSWER GOES ON\ue000", " "
 
 
 class ChatTemplate:
     """A checkpoint's chat template, or its templates by name.
 
-    Templates are programs of strangers: they run in jinja's sandbox, in a process that has a
-    second and half a gibibyte, and see the dialogue, the names of special tokens and what
-    transformers gives to them, nothing else.
+    Templates are untrusted programs. They run in jinja's sandbox, in a process that is limited to a
+    second and half a gibibyte, and see only the dialogue, the names of special tokens and the names
+    that transformers provides.
     """
 
     def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        """Nothing is compiled yet.
+        """Compile nothing yet.
 
         Args:
-            source: the template, or templates by name: "tool_use" where tools are given and there
-                is one, else "default".
+            source: text of the template, or texts of templates by name: "tool_use" is used if tools
+                are given and it exists, else "default".
             tokens: texts of special tokens by name ("bos_token", ...).
         """
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
@@ -57,7 +57,7 @@ class ChatTemplate:
         Files are ``chat_template.jinja`` and, by name, ``additional_chat_templates/*.jinja``.
 
         Raises:
-            ConfigError: there is none, or it cannot be read.
+            ConfigError: there is no template, or it cannot be read.
         """
         found = cls.find(directory)
         if found is None:
@@ -66,10 +66,10 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, directory: str | Path) -> ChatTemplate | None:
-        """Read what ``from_dir`` does; None for a checkpoint without a chat template.
+        """Read a template as ``from_dir`` does; None for a checkpoint without one.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the template cannot be read.
         """
         directory = Path(directory)
         try:
@@ -93,22 +93,22 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of a dialogue, up to where the next answer begins.
+        """Write a dialogue as text, up to where the next answer begins.
 
         Args:
-            messages: each with "role" and "content" or "tool_calls"; fields that are None do not
-                count.
+            messages: mappings with "role" and "content" or "tool_calls"; fields that are None are
+                ignored.
             tools: JSON schemas of functions that the model may call.
-            documents: texts that the answer may draw on.
-            add_generation_prompt: end with what begins an answer.
-            continue_final_message: end within the last message instead, which the model goes on
-                writing.
-            **variables: further names that the template sees, such as ``enable_thinking``.
+            documents: texts that the answer may use.
+            add_generation_prompt: True to end with the beginning of an answer.
+            continue_final_message: True to end inside the last message instead, for the model to
+                continue.
+            **variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            ValueError: messages, tools or documents of another form.
-            ConfigError: the template cannot be read, refuses the messages, or takes more time,
-                memory or room than it may.
+            ValueError: messages, tools or documents have another form.
+            ConfigError: the template cannot be read, refuses the messages, or exceeds its limits of
+                time, memory or output.
         """
         dialogue = [_message(each) for each in messages]
         if not dialogue:
@@ -141,7 +141,7 @@ def _of_files(directory: Path) -> dict[str, str]:
     sources = {}
     for name, path in paths.items():
         try:
-            # As Python reads text files, which turns "\r\n" into "\n".
+            # Line ends are converted as in Python's text files: "\r\n" becomes "\n".
             text = read_bytes(path, _LARGEST).decode("utf-8")
             sources[name] = text.replace("\r\n", "\n").replace("\r", "\n")
         except FileNotFoundError:
@@ -155,7 +155,7 @@ def _of_files(directory: Path) -> dict[str, str]:
 
 
 def _of_config(value: Any) -> dict[str, str]:
-    """A template, or a list of objects with "name" and "template"."""
+    """Read a template, or a list of objects with "name" and "template"."""
     if isinstance(value, str):
         return {"default": value}
     entries = value if isinstance(value, list) else []
@@ -166,7 +166,7 @@ def _of_config(value: Any) -> dict[str, str]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates see it."""
+    """Convert a message to the form that templates read."""
     plain = _plain(message)
     if not isinstance(plain, dict):
         raise ValueError(f"a message must be an object, got {type(message).__name__}")
@@ -191,7 +191,7 @@ def _objects(name: str, values: Any) -> list[dict[str, Any]] | None:
 
 
 def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The message with a mark behind its text, the last one of several; and that text."""
+    """Append a mark to the message's text, the last one of several; return both."""
     content = message.get("content")
     if isinstance(content, str):
         return message | {"content": content + _HERE + _BLANK}, content
@@ -204,10 +204,10 @@ def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _continued(text: str, final: str) -> str:
-    """The text up to the mark; without blanks before it if the template trims messages.
+    """Cut the text at the mark; drop blanks before it if the template trims messages.
 
     Args:
-        text: the rendered dialogue, with the mark in it.
+        text: rendered dialogue with the mark in it.
         final: text of the message that is to be continued.
     """
     before, mark, behind = text.rpartition(_HERE)
@@ -219,13 +219,13 @@ def _continued(text: str, final: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of JSON's kinds alone, so that no object with methods of its own reaches a template.
+    """Copy to JSON types only, so that no object with methods of its own reaches a template.
 
-    Dataclasses and pydantic's models become dicts, arrays' scalars numbers, anything else its
+    Dataclasses and pydantic's models become dicts, arrays' scalars numbers, any other object its
     type's name in angle brackets.
 
     Raises:
-        ValueError: it is nested too deeply, or holds itself.
+        ValueError: the value is nested too deeply, or contains itself.
     """
     try:
         return _copied(value)
@@ -257,7 +257,7 @@ def _copied(value: Any) -> Any:
 
 
 class _TemplateProcess:
-    """The process that renders; the first template starts it, and the next after its end."""
+    """The process that renders templates; the first template starts it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -265,7 +265,7 @@ class _TemplateProcess:
         self._owner = 0
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """See ``ChatTemplate.render``."""
+        """Render a template; see ``ChatTemplate.render``."""
         words = pickle.dumps((source, variables))
         with self._lock:
             process = self._running()
@@ -277,7 +277,8 @@ class _TemplateProcess:
                 self._end()
                 raise ConfigError(f"the chat template: {_how_it_ended(process)}") from None
             except BaseException:
-                # Ctrl-C: what comes from the process by now is an answer to nobody.
+                # After Ctrl-C, the process's next output would be read as the answer to another
+                # call.
                 self._end()
                 raise
             finally:
@@ -292,7 +293,7 @@ class _TemplateProcess:
             self._end()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        # A fork has its parent's pipes, which are the parent's.
+        # A forked process shares its parent's pipes, so it must not use them.
         if self._process is not None and self._owner == os.getpid():
             if self._process.poll() is None:
                 return self._process
@@ -305,7 +306,7 @@ class _TemplateProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | same_modules(),
-            start_new_session=True,  # a terminal's Ctrl-C is for the program, not for it
+            start_new_session=True,  # Ctrl-C in a terminal is for the main program only
         )
         return self._process
 
@@ -322,7 +323,7 @@ class _TemplateProcess:
 
 
 def _exchange(process: subprocess.Popen[bytes], words: bytes) -> tuple[bool, str]:
-    """True and a text, or False and why there is none."""
+    """Send a request; return True and the text, or False and the reason why there is none."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(len(words).to_bytes(8, "little") + words)

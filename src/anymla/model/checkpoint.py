@@ -20,7 +20,7 @@ from anymla.formats.untrusted import MOST_BYTES, Refused, open_file, parse_objec
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-# Bytes of one element of the dtypes this package can hold, under safetensors' names.
+# Bytes of one element of the supported dtypes, by safetensors' names.
 ITEM_BYTES = {
     "F64": 8,
     "I64": 8,
@@ -35,23 +35,23 @@ ITEM_BYTES = {
 }
 
 _MOST_DIMENSIONS = 64
-_HEAD_BYTES = 256  # by which other files are told
+_HEAD_BYTES = 256  # bytes that tell other files from safetensors
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; one line that names the file or tensor."""
+    """A checkpoint that cannot be loaded; the message is one line that names the file or tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of a tensor.
+    """Description of a tensor in a file's header.
 
     Attributes:
-        shape: as stored.
-        dtype: safetensors' name of it: "BF16", "F8_E4M3", "F8_E8M0", "I8", ...
-        file: the file it is in.
-        nbytes: its size.
-        stored_name: its name in the file.
+        shape: shape of the tensor as stored.
+        dtype: safetensors' name of the dtype: "BF16", "F8_E4M3", "F8_E8M0", "I8", ...
+        file: path of the file that holds it.
+        nbytes: size in bytes.
+        stored_name: name of the tensor in the file.
     """
 
     shape: tuple[int, ...]
@@ -64,10 +64,10 @@ class TensorInfo:
 class Checkpoint(Mapping[str, TensorInfo]):
     """The tensors of a checkpoint by DeepSeek's names; values are read on demand.
 
-    Files that ``transformers`` saved use names of its own for some tensors; they are translated.
+    Files saved by ``transformers`` use names of its own for some tensors; they are translated.
 
     Attributes:
-        directory: where it lies.
+        directory: directory of the files.
     """
 
     def __init__(self, directory: Path, tensors: dict[str, TensorInfo]) -> None:
@@ -82,17 +82,17 @@ class Checkpoint(Mapping[str, TensorInfo]):
         No tensor data is read.
 
         Args:
-            directory: where the files are.
+            directory: directory of the files.
 
         Raises:
-            CheckpointError: no such directory, no safetensors in it, a file that is missing,
-                truncated or no safetensors file, or an index that does not match its shards.
+            CheckpointError: the directory does not exist or has no safetensors, a file is missing,
+                truncated or of another format, or an index does not match its shards.
         """
         directory = Path(directory)
         if not directory.is_dir():
             why = why_no_checkpoint(directory)
             raise CheckpointError(f"{directory}: no such directory{why}")
-        # A dangling link, or what is no file, has a message of its own.
+        # A dangling link, or a directory, has an error message of its own.
         if os.path.lexists(directory / INDEX_FILE):
             return cls(directory, _translated(_sharded(directory)))
         if os.path.lexists(directory / SINGLE_FILE):
@@ -112,22 +112,22 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def kept(self, wanted: Callable[[str], bool]) -> Checkpoint:
-        """The same files with the tensors whose names are wanted."""
+        """Return the checkpoint restricted to the tensors whose names are wanted."""
         return Checkpoint(self.directory, {n: info for n, info in self.items() if wanted(n)})
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors together."""
+        """Size in bytes of all tensors together."""
         return sum(info.nbytes for info in self._tensors.values())
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one tensor.
 
         On the CPU it is a view of the memory-mapped file: nothing is copied, pages are read when
-        they are touched, and writing to it changes this process only.
+        they are touched, and writes change this process only.
 
         Raises:
-            CheckpointError: no such tensor, or the file changed since it was opened.
+            CheckpointError: there is no such tensor, or the file changed since it was opened.
         """
         if name not in self._tensors:
             raise CheckpointError(f"{self.directory}: no tensor {name}")
@@ -138,15 +138,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 self._open[file] = safe_open(file, framework="pt")
             mapped: Tensor = self._open[file].get_tensor(info.stored_name)
         except (OSError, RuntimeError, SafetensorError) as error:
-            # torch reports a mapping that the system refuses as a RuntimeError.
+            # torch raises RuntimeError if the system refuses a mapping.
             raise CheckpointError(f"{file}: cannot read {name}: {_first_line(error)}") from None
         return mapped.to(device)
 
 
 def deepseek_name(name: str) -> str:
-    """DeepSeek's name for a tensor that transformers 5 saved.
+    """Translate the name of a tensor that transformers 5 saved to DeepSeek's name.
 
-    Its ``save_pretrained`` translates most names back, but leaves a prefix and these.
+    Its ``save_pretrained`` translates most names back, but leaves a prefix and these names.
     """
     if not name.startswith("model."):
         return name
@@ -168,7 +168,7 @@ def _translated(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _sharded(directory: Path) -> dict[str, TensorInfo]:
-    """Headers of all shards that the index names, checked against it."""
+    """Read the headers of all shards that the index names, and check them against it."""
     path = directory / INDEX_FILE
     try:
         weight_map = read_object(path)["weight_map"]
@@ -199,7 +199,7 @@ def _sharded(directory: Path) -> dict[str, TensorInfo]:
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
-    """Parse a safetensors header and check that the file is all there.
+    """Parse a safetensors header and check that the file is complete.
 
     Source: the format description in the safetensors repository (8 bytes of header length, little
     endian; JSON; the tensors' bytes without gaps).
@@ -248,16 +248,16 @@ def _header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _no_header(path: Path, head: bytes, why: str) -> CheckpointError:
-    """The error for a file without a header: what it is instead, else why it is none."""
+    """Create the error for a file without a header, with the file's actual format if known."""
     kind = kind_of_text(head)
     return CheckpointError(f"{path}: {f'not a safetensors file, but {kind}' if kind else why}")
 
 
 def _sizes(values: object) -> tuple[int, ...]:
-    """A list of integers from 0 on, no longer than torch's shapes.
+    """Check a list of integers from 0 on, no longer than torch's shapes.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the value is anything else.
     """
     if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS:
         raise ValueError
@@ -267,7 +267,7 @@ def _sizes(values: object) -> tuple[int, ...]:
 
 
 def enumerate_some(items: Sequence[str], shown: int = 3) -> str:
-    """The first items, and how many more there are."""
+    """Name the first items, and count the others."""
     listed = ", ".join(items[:shown])
     return listed if len(items) <= shown else f"{listed} and {len(items) - shown} more"
 

@@ -1,10 +1,10 @@
-"""A DeepSeek-V4 or V4.1 model's hyperparameters, read from its ``config.json``.
+"""The hyperparameters of a DeepSeek-V4 or V4.1 model, read from its ``config.json``.
 
 Two spellings are in use and give the same ``ModelConfig``: DeepSeek's own (``compress_ratios``,
 ``num_hash_layers``, ``qk_rope_head_dim``, ``rope_scaling``) and that of transformers 5
 (``layer_types`` with ``compress_rates``, ``mlp_layer_types``, ``partial_rotary_factor``, flat or
-nested ``rope_parameters``). V4.1 nests the text model's in ``text_config``, and has names of its
-own in DeepSeek's inference code; see ``config_family``.
+nested ``rope_parameters``). V4.1 nests the text model's fields in ``text_config``, and DeepSeek's
+inference code has names of its own for them; see ``config_family``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["ConfigError", "DSparkConfig", "EngramConfig", "ModelConfig", "Quanti
 
 EXPERT_DTYPES = ("fp4", "fp8", "bf16")
 
-# Far above any model. Below them, what a configuration asks for can be counted out: every layer and
-# expert has tensors of its own, and every iteration is a pass.
+# Limits far above any model. Below them, the parts of a configuration can be enumerated: every
+# layer and expert has tensors of its own, and every iteration is a pass.
 MOST_LAYERS = 1024
 _MOST_STREAMS = 64
 _MOST_ITERATIONS = 1000
@@ -54,15 +54,15 @@ _MANIFEST = "hf_quant_config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How the checkpoint says it is quantised; which tensors are is read from the files.
+    """Quantisation that the checkpoint declares; the files say which tensors are quantised.
 
     Attributes:
         method: "fp8", or "modelopt" for checkpoints that NVIDIA's Model Optimizer wrote.
-        block: rows and columns of a weight block that share a scale.
-        scale_fmt: "ue8m0" or "fp32". Scales of weights are as the files have them, those of
-            activations powers of two with either.
-        activation_scheme: "dynamic": FP8 and MXFP4 linears quantise their input row by row.
-        experts: "NVFP4" or "MXFP4" where the file says so of the backbone's experts, else None.
+        block: rows and columns of a weight that share a scale.
+        scale_fmt: "ue8m0" or "fp32". Scales of weights are read as stored; scales of activations
+            are powers of two with either.
+        activation_scheme: always "dynamic": FP8 and MXFP4 linears quantise their input row by row.
+        experts: "NVFP4" or "MXFP4" if the file declares it for the backbone's experts, else None.
     """
 
     method: str
@@ -77,18 +77,18 @@ class ModelConfig:
     """Hyperparameters, under the names of ``config.json``.
 
     Attributes that differ from the file:
-        num_nextn_predict_layers: MTP layers; 0 with a DSpark drafter, which has none.
+        num_nextn_predict_layers: number of MTP layers; 0 with a DSpark drafter, which has none.
         compress_ratios: one per backbone layer, then one per draft layer; 0 means window only.
-        dspark: the DSpark drafter, or None.
-        family: what the model's type means.
-        sources: which layers compress and select.
-        engram: the memory of n-grams, or None.
+        dspark: configuration of the DSpark drafter, or None.
+        family: mathematics that the model's type implies.
+        sources: layers that compress and select.
+        engram: configuration of the memory of n-grams, or None.
         yarn: scaling of the rotary table of layers that compress, or None.
-        swiglu_limit: infinity where the file says 0, which is no limit.
-        eos_token_ids: every id that ends a text.
+        swiglu_limit: clamp of SwiGLU's inputs; infinity if the file says 0, which means no limit.
+        eos_token_ids: ids of all tokens that end a text.
         image_token_ids: ids that stand for an image in a prompt, or its pieces.
-        quantization: None for an unquantised checkpoint.
-        expert_dtype: "fp4", "fp8", "bf16", or None where the file does not say.
+        quantization: declared quantisation; None for an unquantised checkpoint.
+        expert_dtype: "fp4", "fp8", "bf16", or None if the file does not say.
     """
 
     vocab_size: int
@@ -134,7 +134,7 @@ class ModelConfig:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first id that ends a text."""
+        """The first id in ``eos_token_ids``, or None."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     @property
@@ -143,29 +143,29 @@ class ModelConfig:
         return self.compress_ratios[: self.num_hidden_layers]
 
     def experts_of(self, role: str) -> tuple[int, int]:
-        """Routed experts of a layer of that role, and how many of them a token is sent to."""
+        """Return a layer's number of routed experts, and how many of them a token is sent to."""
         if role == "dspark" and self.dspark is not None:
             return self.dspark.experts, self.dspark.experts_per_token
         return self.n_routed_experts, self.num_experts_per_tok
 
     @property
     def draft_layers(self) -> int:
-        """Layers behind the backbone: MTP layers, or the stages of a DSpark drafter."""
+        """Number of layers after the backbone: MTP layers, or the stages of a DSpark drafter."""
         return self.num_nextn_predict_layers if self.dspark is None else self.dspark.stages
 
     @property
     def default_draft_tokens(self) -> int:
-        """Tokens to guess ahead: a whole block, or one for each MTP layer."""
+        """Default number of tokens to guess ahead: a whole block, or one for each MTP layer."""
         return self.num_nextn_predict_layers if self.dspark is None else self.dspark.block_size
 
     def without_drafts(self) -> ModelConfig:
-        """The same model without its draft layers."""
+        """Return the configuration without its draft layers."""
         return dataclasses.replace(
             self, num_nextn_predict_layers=0, compress_ratios=self.backbone_ratios, dspark=None
         )
 
     def with_dspark(self, dspark: DSparkConfig) -> ModelConfig:
-        """The same model with this drafter."""
+        """Return the configuration with this drafter."""
         ratios = self.backbone_ratios + (0,) * dspark.stages
         return dataclasses.replace(
             self, num_nextn_predict_layers=0, compress_ratios=ratios, dspark=dspark
@@ -176,11 +176,12 @@ class ModelConfig:
         """Read ``config.json`` of a checkpoint directory.
 
         Args:
-            directory: with that file.
-            drafts: see ``from_dict``.
+            directory: directory that holds the file.
+            drafts: True to read draft layers, see ``from_dict``.
 
         Raises:
-            ConfigError: no such directory or file, no JSON object, or as ``from_dict``.
+            ConfigError: the directory or file does not exist, holds no JSON object, or
+                ``from_dict`` refuses it.
         """
         path = Path(directory) / "config.json"
         if not Path(directory).is_dir():
@@ -200,16 +201,16 @@ class ModelConfig:
     def from_dict(cls, values: Mapping[str, Any], *, drafts: bool = True) -> ModelConfig:
         """Read a configuration in either spelling.
 
-        Nothing that changes the mathematics is guessed: such a field is required.
+        No field that changes the mathematics has a guessed default: such a field is required.
 
         Args:
-            values: the fields.
-            drafts: read those of draft layers, too. Without, the model has none, whatever they
-                hold.
+            values: fields of the file.
+            drafts: True to read the fields of draft layers, too. False ignores them, and the model
+                has no draft layer.
 
         Raises:
-            ConfigError: a field is missing, of the wrong type, contradicts another, or has a value
-                that is not supported; the message names it.
+            ConfigError: a field is missing, of the wrong type, contradicts another, or has an
+                unsupported value; the message names it.
         """
         flat = flat_fields(values)
         family = _family(flat)
@@ -288,7 +289,7 @@ def _with_manifest(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Add the quantisation that NVIDIA's Model Optimizer describes in a file of its own.
 
     Raises:
-        ConfigError: that file is no JSON object that describes a quantisation.
+        ConfigError: that file holds no JSON object that describes a quantisation.
     """
     path = directory / _MANIFEST
     if values.get("quantization_config") is not None or not path.is_file():
@@ -311,7 +312,7 @@ def _family(values: Mapping[str, Any]) -> Family:
 
 
 def _hash_layers(fields: Fields, layers: int, family: Family) -> int:
-    """Layers that route by token id; a family that has none need not say so."""
+    """Read the number of layers that route by token id, optional for a family without them."""
     if not family.has_hash_layers:
         fields.only("num_hash_layers", 0)
         if fields.has("mlp_layer_types") and hash_layers(fields, layers):
@@ -321,7 +322,7 @@ def _hash_layers(fields: Fields, layers: int, family: Family) -> int:
 
 
 def _of_backbone(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without what describes draft layers."""
+    """Return the fields without those that describe draft layers."""
     kept = {name: value for name, value in values.items() if not name.startswith("dspark_")}
     kept.pop("num_nextn_predict_layers", None)
     ratios, layers = kept.get("compress_ratios"), kept.get("num_hidden_layers")
@@ -331,7 +332,7 @@ def _of_backbone(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_family(fields: Fields) -> None:
-    """Check everything that must have one value for this code to be the right one."""
+    """Check every field of which this code supports a single value."""
     main, index = get_layout(MAIN_FP8), get_layout(INDEX_FP8)
     fields.only("head_dim", main.channels)
     fields.only("index_head_dim", index.channels)
@@ -350,7 +351,7 @@ def _require_family(fields: Fields) -> None:
 
 
 def _rope_dim(fields: Fields, head_dim: int) -> int:
-    """Rotated channels of a head, from ``qk_rope_head_dim`` or ``partial_rotary_factor``."""
+    """Read a head's rotated channels, from ``qk_rope_head_dim`` or ``partial_rotary_factor``."""
     if not fields.has("qk_rope_head_dim") and not fields.has("partial_rotary_factor"):
         raise ConfigError("config: qk_rope_head_dim is missing")
     main = get_layout(MAIN_FP8)
@@ -372,7 +373,7 @@ def _eos(fields: Fields) -> tuple[int, ...]:
 
 
 def _image_tokens(fields: Fields, family: Family, vocab: int) -> tuple[int, ...]:
-    """Ids that stand for an image: named by the file, or implied by a vision tower."""
+    """Read the ids that stand for an image: named by the file, or implied by a vision tower."""
     named = [fields.integer("image_token_id")] if fields.has("image_token_id") else []
     implied = family.image_tokens if fields.integer("vision_n_layers", 0) else ()
     return tuple(sorted({*named, *(token for token in implied if token < vocab)}))
@@ -410,7 +411,7 @@ def _quantization(fields: Fields, block: int) -> Quantization | None:
 
 
 def _expert_dtype(fields: Fields) -> str | None:
-    """DeepSeek writes it beside, transformers inside ``quantization_config``."""
+    """Read ``expert_dtype``; transformers writes it inside ``quantization_config``."""
     outer = fields.string("expert_dtype", EXPERT_DTYPES)
     inner = fields.section("quantization_config").string("expert_dtype", EXPERT_DTYPES)
     if outer and inner and outer != inner:

@@ -7,7 +7,7 @@ import dataclasses
 from anymla.model.config_family import Family
 from anymla.model.config_fields import Fields, unsupported
 
-# Far above any model: see ``config.MOST_LAYERS``.
+# A limit far above any model, see ``config.MOST_LAYERS``.
 MOST_DRAFT_LAYERS = 64
 MOST_EXPERTS = 65536
 _MOST_BLOCK = 1024
@@ -18,16 +18,16 @@ class DSparkConfig:
     """A DSpark drafter: a few window-only layers that guess a block of tokens at once.
 
     Attributes:
-        stages: its layers; as ``compress_ratios`` says, 0 where that lists the backbone alone. The
-            tensors have the last word (``drafts.present_config``).
-        block_size: tokens of a block, as it was trained.
-        noise_token_id: stands in a block for the tokens that are not known yet.
-        target_layer_ids: backbone layers whose streams its context is taken from.
-        taps_at_entry: where those layers begin; otherwise behind them.
-        markov_rank: width of the tables that make a bias of the token before.
-        experts: routed experts of a stage.
-        experts_per_token: how many of them a token is sent to.
-        confidence: whether there is a confidence head; not in the file, see ``stages``.
+        stages: number of its layers as in ``compress_ratios``, 0 if that lists the backbone alone.
+            The tensors have the last word (``drafts.present_config``).
+        block_size: number of tokens in a block, as trained.
+        noise_token_id: id that stands in a block for tokens that are not known yet.
+        target_layer_ids: backbone layers whose streams its context is computed from.
+        taps_at_entry: True to tap the inputs of those layers, False to tap their outputs.
+        markov_rank: width of the tables from which the token before biases a guess.
+        experts: number of routed experts in a stage.
+        experts_per_token: number of experts that a token is sent to.
+        confidence: True if there is a confidence head; not in the file, see ``stages``.
     """
 
     stages: int
@@ -42,19 +42,20 @@ class DSparkConfig:
 
     @property
     def tapped(self) -> tuple[int, ...]:
-        """Layers that begin where the streams are tapped; one past the last layer is its end."""
+        """Layers whose input is tapped; one past the last layer stands for its output."""
         return tuple(layer + (not self.taps_at_entry) for layer in self.target_layer_ids)
 
 
 def dspark_config(fields: Fields, layers: int, family: Family) -> DSparkConfig | None:
-    """The drafter, or None if the configuration has no ``dspark_block_size``.
+    """Read the drafter; None if the configuration has no ``dspark_block_size``.
 
-    ``num_nextn_predict_layers`` says nothing about it: published files hold 1 beside three stages.
+    ``num_nextn_predict_layers`` does not count its stages: published files hold 1 with three
+    stages.
 
     Args:
-        fields: the configuration.
-        layers: of the backbone.
-        family: what the model's type means.
+        fields: fields of the configuration.
+        layers: number of backbone layers.
+        family: mathematics that the model's type implies.
 
     Raises:
         ConfigError: a field is missing, or has a value that no drafter can have.

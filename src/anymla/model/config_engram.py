@@ -11,7 +11,7 @@ from anymla.model.config_fields import Fields, unsupported
 
 _MOST_NGRAM, _MOST_HEADS = 16, 256
 _INT64 = 2**63 - 1
-# DeepSeek's own, of the generator of a layer's multipliers.
+# Step between the seeds of two layers' multipliers, as in DeepSeek's code.
 _SEED_STEP = 10007
 
 
@@ -20,14 +20,14 @@ class EngramConfig:
     """Tables of rows that n-grams of tokens are hashed to.
 
     Attributes:
-        layer_ids: layers that read one.
-        rows: of each table.
-        max_ngram: tokens of the longest n-gram; the shortest has two.
-        buckets: hashes are taken modulo primes from here on.
-        heads: hashes of an n-gram.
-        head_dim: channels of a row.
-        pad_token: stands for tokens before the first.
-        tokens: distinct tokens after normalisation.
+        layer_ids: indices of layers that read a table.
+        rows: number of rows of each table.
+        max_ngram: number of tokens of the longest n-gram; the shortest has two.
+        buckets: lower bound of the primes that hashes are reduced by.
+        heads: number of hashes of an n-gram.
+        head_dim: number of channels of a row.
+        pad_token: id that stands for tokens before the first.
+        tokens: number of distinct tokens after normalisation.
     """
 
     layer_ids: tuple[int, ...]
@@ -41,16 +41,16 @@ class EngramConfig:
 
     @property
     def columns(self) -> int:
-        """Rows that a token reads of a table."""
+        """Number of rows of a table that a token reads."""
         return (self.max_ngram - 1) * self.heads
 
     @property
     def filled_rows(self) -> tuple[int, ...]:
-        """Rows of each table that hashes can reach, which must be all: the sums of the primes."""
+        """Reachable rows of each table, the sums of the primes, which must be all rows."""
         return tuple(sum(primes) for primes in self.primes().values())
 
     def multipliers(self, layer: int) -> tuple[int, ...]:
-        """Odd factors of the tokens at distance 0, 1, .. in a layer's hashes."""
+        """Return the odd factors of the tokens at distance 0, 1, .. in a layer's hashes."""
         bound = max(1, (_INT64 // self.tokens) // 2)
         drawn = np.random.default_rng(_SEED_STEP * layer).integers(
             0, bound, size=self.max_ngram, dtype=np.int64
@@ -58,7 +58,7 @@ class EngramConfig:
         return tuple(int(value) * 2 + 1 for value in drawn)
 
     def primes(self) -> dict[int, tuple[int, ...]]:
-        """Moduli of each layer's columns, all different; bigrams first, their heads in order."""
+        """Return the moduli of each layer's columns, all different; bigrams first."""
         found: dict[int, tuple[int, ...]] = {}
         used: set[int] = set()
         for layer in self.layer_ids:
@@ -74,12 +74,12 @@ class EngramConfig:
 
 
 def engram_config(fields: Fields, layers: int, vocab: int) -> EngramConfig | None:
-    """The tables, or None without ``engram_layer_ids``.
+    """Read the tables' configuration; None without ``engram_layer_ids``.
 
     Args:
-        fields: the configuration.
-        layers: of the backbone.
-        vocab: token ids.
+        fields: fields of the configuration.
+        layers: number of backbone layers.
+        vocab: number of token ids.
 
     Raises:
         ConfigError: a field is missing or has a value that no table can have.
@@ -106,8 +106,8 @@ def engram_config(fields: Fields, layers: int, vocab: int) -> EngramConfig | Non
     )
     if config.pad_token >= vocab:
         raise unsupported("engram_pad_token_id", config.pad_token, f"below vocab_size = {vocab}")
-    # Every row of a table is one that some n-gram is hashed to: with rows to spare, the primes are
-    # not those that it was trained with.
+    # Some n-gram is hashed to every row of a table. If rows are left over, the primes are not those
+    # that the table was trained with.
     for layer, held, filled in zip(ids, rows, config.filled_rows, strict=True):
         if held != filled:
             raise unsupported(
@@ -120,7 +120,7 @@ def engram_config(fields: Fields, layers: int, vocab: int) -> EngramConfig | Non
 
 
 def _next_prime(start: int, used: set[int]) -> int:
-    """The first prime above ``start`` that is not used."""
+    """Return the first prime above ``start`` that is not used."""
     candidate = start + 1
     while candidate in used or not _is_prime(candidate):
         candidate += 1

@@ -1,4 +1,4 @@
-"""What a ``model_type`` means beyond the numbers of its ``config.json``, and how it spells them."""
+"""Model families: mathematics implied by a ``model_type``, and its spelling of ``config.json``."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from anymla.model.config_fields import ConfigError, unsupported
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The mathematics that no field of the file names.
+    """Mathematics that no field of the file describes.
 
     Attributes:
-        norms_heads: query heads are divided by their root mean square.
-        position_bias: a compressor adds a bias by position within the window to its scores.
+        norms_heads: True if query heads are divided by their root mean square.
+        position_bias: True if a compressor adds a bias by position within the window to its scores.
         overlap_ratio: ratio whose entries also pool the window before their own; 0 for none.
-        latent_keys: index keys are projected from the entries; otherwise pooled on their own.
-        hadamard: MXFP4 index keys and queries are rotated by the Hadamard matrix.
-        delayed: a hyper-connection collapses the streams with the gates of the site before it.
-        weight_block: rows and columns of an FP8 weight that share a scale, and channels of an
-            activation.
-        keeps_one: a ratio of 1 is one, an entry for every token, and not what engines write for 0.
-        names_sources: the file lists which layers compress and which select.
-        has_hash_layers: the first layers route by token id, as many as the file says.
-        has_mtp: ``num_nextn_predict_layers`` counts MTP layers; otherwise a drafter's stages.
-        taps_at_entry: a drafter's context is taken where its target layers begin, and not behind
-            them.
+        latent_keys: True if index keys are projected from the entries, False if pooled on their
+            own.
+        hadamard: True if MXFP4 index keys and queries are rotated by the Hadamard matrix.
+        delayed: True if a hyper-connection collapses the streams with the gates of the site before
+            it.
+        weight_block: rows and columns of an FP8 weight, and channels of an activation, that share a
+            scale.
+        keeps_one: True if a ratio of 1 means an entry for every token; False if engines write it
+            for 0.
+        names_sources: True if the file lists the layers that compress and those that select.
+        has_hash_layers: True if the first layers route by token id, as many as the file says.
+        has_mtp: True if ``num_nextn_predict_layers`` counts MTP layers, False if a drafter's
+            stages.
+        taps_at_entry: True if a drafter's context is computed from the inputs of its target layers,
+            False if from their outputs.
         markov_tables: names of the tables of a drafter's Markov head.
         image_tokens: ids that stand for an image in a prompt of a model with ``vision_n_layers``.
-        encoding: name of the format that dialogues are written in where there is no chat template.
+        encoding: name of the dialogue format used without a chat template.
     """
 
     norms_heads: bool = True
@@ -51,7 +55,8 @@ class Family:
 
 
 FAMILIES = {
-    # The placeholder of an image, and what vLLM makes of it: start, padding, pieces, ends.
+    # The placeholder of an image, and the ids that vLLM replaces it by: start, padding, pieces,
+    # ends.
     "deepseek_v4": Family(image_tokens=(129264, *range(129257, 129262))),
     "deepseek_v41": Family(
         norms_heads=False,
@@ -71,8 +76,8 @@ FAMILIES = {
     ),
 }
 
-# Names in the configuration of DeepSeek's own inference code where they differ, and those that
-# transformers takes for another field.
+# Names in DeepSeek's inference code that differ, and names that transformers gives to another
+# field.
 _OTHER_NAMES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -93,25 +98,25 @@ _OTHER_NAMES = {
     "candidate_source_layer": "candidate_source_layer_id",
     "engram_pad_id": "engram_pad_token_id",
 }
-# A text model inside a file of several is named after the whole.
+# A text model within a larger one has its model_type in this section.
 _TEXT = "text_config"
 _TEXT_SUFFIX = "_text"
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family of that name, which a file of the text model alone has with a suffix, or None."""
+    """Return the family of a model type, also with the text model's suffix, or None."""
     return FAMILIES.get(model_type.removesuffix(_TEXT_SUFFIX))
 
 
 def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the text model under their usual names, in one object.
+    """Return the fields of the text model under their usual names, in one object.
 
-    ``text_config`` is taken out of the object that it is nested in, whose other fields stay, and
-    the names of DeepSeek's inference code and of transformers are replaced. A field that stands in
-    both places, or under both names, must have one value.
+    ``text_config`` is taken out of the object that contains it, whose other fields stay, and the
+    names of DeepSeek's inference code and of transformers are replaced. A field that occurs in both
+    places, or under both names, must have one value.
 
     Args:
-        values: the file.
+        values: fields of the file.
 
     Raises:
         ConfigError: ``text_config`` is no object, or a field has two values.

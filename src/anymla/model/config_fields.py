@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What kernels keep positions, slots and token ids in is 32 bits wide.
+# Kernels hold positions, slots and token ids in 32 bits.
 MOST_INTEGER = 2**31 - 1
-# Normal numbers of float32, in which the model computes.
+# Normal numbers of float32, the dtype that the model computes in.
 _LEAST_NUMBER, _MOST_NUMBER = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _MOST_SHOWN = 160
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; one line: the field, what it is, what is supported."""
+    """A configuration that cannot be run; the message names field, value and supported values."""
 
 
 def unsupported(field: str, got: object, supported: str) -> ConfigError:
-    """The error for a value that is legal JSON but nothing this package can run."""
+    """Create the error for a value that is legal JSON but not supported."""
     shown = repr(got)
     if len(shown) > _MOST_SHOWN:
         shown = f"{shown[:_MOST_SHOWN]}..."
@@ -28,8 +28,9 @@ class Fields:
     """The fields of one JSON object; a field that is null counts as absent.
 
     Attributes:
-        values: the object.
-        path: its name inside the file, prefixed to field names in messages; "" for the file itself.
+        values: the JSON object.
+        path: name of the object inside the file, a prefix of field names in messages; "" for the
+            file itself.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
@@ -37,11 +38,11 @@ class Fields:
         self.path = path
 
     def name(self, field: str) -> str:
-        """Full name of a field."""
+        """Return the full name of a field."""
         return f"{self.path}.{field}" if self.path else field
 
     def has(self, field: str) -> bool:
-        """Whether the field is there and not null."""
+        """True if the field is present and not null."""
         return self.values.get(field) is not None
 
     def integer(
@@ -52,7 +53,7 @@ class Fields:
         minimum: int = 0,
         maximum: int = MOST_INTEGER,
     ) -> int:
-        """An integer from ``minimum`` to ``maximum``; required unless there is a default."""
+        """Read an integer from ``minimum`` to ``maximum``; required unless there is a default."""
         value = self._value(field, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -63,7 +64,7 @@ class Fields:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A positive number that float32 holds; required unless there is a default."""
+        """Read a positive number in float32's range; required unless there is a default."""
         value = self._value(field, default)
         if (
             isinstance(value, bool)
@@ -74,7 +75,7 @@ class Fields:
         return float(value)
 
     def string(self, field: str, allowed: Sequence[str]) -> str | None:
-        """One of the allowed strings, or None where the field is absent."""
+        """Read one of the allowed strings; None if the field is absent."""
         if not self.has(field):
             return None
         self.only(field, *allowed)
@@ -83,14 +84,14 @@ class Fields:
     def only(self, field: str, *allowed: object) -> None:
         """Check that the field, if present, has one of these values."""
         value = self.values.get(field)
-        # 1 == True in Python, but a configuration that says 1 for a flag is another one.
+        # 1 == True in Python, but 1 is not a valid flag in a configuration.
         if value is not None and not any(
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
         ):
             raise unsupported(self.name(field), value, " or ".join(repr(one) for one in allowed))
 
     def integers(self, field: str) -> tuple[int, ...]:
-        """A list of integers >= 0."""
+        """Read a list of integers >= 0."""
         value = self._value(field, None)
         if not isinstance(value, list | tuple):
             raise unsupported(self.name(field), value, "a list of integers")
@@ -102,7 +103,7 @@ class Fields:
         return tuple(value)
 
     def section(self, field: str) -> Fields:
-        """The object under that name; empty where the field is absent."""
+        """Return the object under that name; empty if the field is absent."""
         value = self.values.get(field)
         if value is not None and not isinstance(value, Mapping):
             raise unsupported(self.name(field), value, "an object")

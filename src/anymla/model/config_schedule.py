@@ -1,4 +1,4 @@
-"""The parts of a configuration that two spellings write differently: layers and rotary tables."""
+"""The fields that two spellings of a configuration write differently: layers and rotary tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from anymla.model.config_fields import ConfigError, Fields, unsupported
 from anymla.ops.norm_rope.rope_tables import YarnScaling
 
-# transformers' names of the attention kinds, with the ratio each must have; None is free.
+# transformers' names of the attention kinds, each with its required ratio; None for any ratio.
 WINDOW_ONLY = "sliding_attention"
 SELECTED = "compressed_sparse_attention"
 DENSE = "heavily_compressed_attention"
@@ -23,9 +23,9 @@ class RopeTables:
     """Bases of the two rotary tables, and the scaling of the second.
 
     Attributes:
-        theta: base for layers without compression.
-        compress_theta: base for layers that compress.
-        yarn: scaling of the latter table, or None.
+        theta: base of the table for layers without compression.
+        compress_theta: base of the table for layers that compress.
+        yarn: scaling of the second table, or None.
     """
 
     theta: float
@@ -36,19 +36,19 @@ class RopeTables:
 def layer_ratios(
     fields: Fields, layers: int, drafts: int, *, keeps_one: bool = False
 ) -> tuple[int, ...]:
-    """Compress ratios of the backbone layers, then of the draft layers; 0 means window only.
+    """Read the compress ratios of the backbone layers, then of the draft layers; 0 is window only.
 
     ``layer_types`` describes the backbone; if both spellings are present they must agree.
 
     Args:
-        fields: the configuration.
-        layers: of the backbone.
-        drafts: layers behind it.
-        keeps_one: a ratio of 1 is one, and not what engines write for 0.
+        fields: fields of the configuration.
+        layers: number of backbone layers.
+        drafts: number of layers after it.
+        keeps_one: True if a ratio of 1 means 1, False if engines write it for 0.
 
     Raises:
-        ConfigError: neither spelling is present, a list has the wrong length, they disagree, or a
-            draft layer compresses.
+        ConfigError: neither spelling is present, a list has the wrong length, the spellings
+            disagree, or a draft layer compresses.
     """
     rates = _compress_rates(fields)
     named = _ratios_of_types(fields, rates, layers) if fields.has("layer_types") else None
@@ -56,7 +56,7 @@ def layer_ratios(
         if named is None:
             raise ConfigError("config: compress_ratios is missing")
         return named + (0,) * drafts
-    # Engines write 1 where DeepSeek-V4 has 0.
+    # Engines write 1 for DeepSeek-V4's 0.
     none = (0,) if keeps_one else (0, 1)
     listed = tuple(0 if r in none else r for r in fields.integers("compress_ratios"))
     backbone, rest = listed[:layers], listed[layers:]
@@ -80,11 +80,11 @@ def layer_ratios(
 
 
 def hash_layers(fields: Fields, layers: int) -> int:
-    """Number of leading layers whose experts are looked up by token id.
+    """Read the number of leading layers whose experts are looked up by token id.
 
     Raises:
-        ConfigError: missing, of the wrong length, hash layers that are not the leading ones, or
-            two counts.
+        ConfigError: the field is missing or of the wrong length, hash layers are not the leading
+            ones, or there are two counts.
     """
     if not fields.has("mlp_layer_types"):
         return min(fields.integer("num_hash_layers"), layers)
@@ -105,21 +105,21 @@ def hash_layers(fields: Fields, layers: int) -> int:
 
 
 def rope_tables(fields: Fields, rotary_factor: float, *, compresses: bool) -> RopeTables:
-    """Rotary bases and YaRN scaling, of files that say so in more than one place as well.
+    """Read rotary bases and YaRN scaling, which a file may give in more than one place.
 
-    ``rope_scaling`` replaces ``rope_parameters`` wherever it holds anything, in whichever of the
-    two forms it has. Nested ones ({main, compress}) are complete in themselves. A flat one is the
-    scaling of the layers that compress; both bases are fields of their own beside it. What
-    transformers would compute otherwise than DeepSeek does is refused.
+    ``rope_scaling`` replaces ``rope_parameters`` unless it is empty, in either of their two forms.
+    The nested form ({main, compress}) is complete in itself. A flat one is the scaling of the
+    layers that compress; both bases are separate fields. Files for which transformers would compute
+    something else than DeepSeek are refused.
 
     Args:
-        fields: the configuration.
-        rotary_factor: rotated part of a head, to compare.
-        compresses: whether any layer has a compressed cache; else that table is not needed.
+        fields: fields of the configuration.
+        rotary_factor: rotated fraction of a head, for comparison.
+        compresses: True if any layer has a compressed cache; otherwise that table is not needed.
 
     Raises:
-        ConfigError: a base is missing, a table scaled in a way that is not supported, or two fields
-            contradict each other.
+        ConfigError: a base is missing, a table has an unsupported scaling, or two fields contradict
+            each other.
 
     Source: ``DeepseekV4Config`` and ``RotaryEmbeddingConfigMixin`` of transformers 5.
     """
@@ -142,13 +142,13 @@ def _nested_tables(fields: Fields, table: Fields, rotary_factor: float) -> RopeT
         if not each.values:
             raise ConfigError(f"config: {each.path} is missing")
         if not fields.has("partial_rotary_factor") and not each.has("partial_rotary_factor"):
-            # transformers rotates whole heads then.
+            # Without the field, transformers would rotate whole heads.
             raise ConfigError(f"config: {each.name('partial_rotary_factor')} is missing")
         each.only("partial_rotary_factor", rotary_factor)
     _rope_type(main, ROPE_TYPES[:1])
     yarn = _yarn(compress)
     if yarn is not None and not compress.has("attention_factor"):
-        # transformers then scales cosines and sines by 0.1 ln(factor) + 1.
+        # Without the field, transformers would scale cosines and sines by 0.1 ln(factor) + 1.
         raise ConfigError(f"config: {compress.name('attention_factor')} is missing, supported: 1")
     return RopeTables(main.number("rope_theta"), compress.number("rope_theta"), yarn)
 
@@ -158,7 +158,7 @@ def _flat_tables(
 ) -> RopeTables:
     table.only("partial_rotary_factor", rotary_factor)
     if not fields.has("rope_theta") and table.has("rope_theta"):
-        # What transformers rotates layers without compression by, whatever the table says.
+        # transformers uses this base for layers without compression, whatever the table says.
         table.only("rope_theta", _DEFAULT_THETA)
         theta = _DEFAULT_THETA
     else:
@@ -168,7 +168,7 @@ def _flat_tables(
 
 
 def _require_inference_names(fields: Fields, yarn: YarnScaling | None) -> None:
-    """Raise where the fields of DeepSeek's inference code say something else of YaRN."""
+    """Raise if the fields of DeepSeek's inference code contradict the YaRN scaling."""
     if yarn is None:
         fields.only("original_seq_len", 0)
         if not fields.has("original_seq_len"):
@@ -182,7 +182,7 @@ def _require_inference_names(fields: Fields, yarn: YarnScaling | None) -> None:
 
 
 def _compress_rates(fields: Fields) -> Fields:
-    """Ratios by the kind of attention; a field of its own for a kind must say the same."""
+    """Read ratios by the kind of attention; a kind's separate field must agree."""
     rates = fields.section("compress_rates")
     known = dict(rates.values)
     for name, kind in (("compress_rate_csa", SELECTED), ("compress_rate_hca", DENSE)):
@@ -199,7 +199,7 @@ def _ratios_of_types(fields: Fields, rates: Fields, layers: int) -> tuple[int, .
         raise unsupported("layer_types", types, f"a list of {layers} entries")
     ratios = {WINDOW_ONLY: 0}
     if SELECTED in types:
-        # The overlapping pooling and the indexer belong to this ratio, not to the name.
+        # The ratio, not the name, implies the overlapping pooling and the indexer.
         rates.only(SELECTED, SELECTED_RATIO)
         ratios[SELECTED] = rates.integer(SELECTED)
     if DENSE in types:
@@ -213,7 +213,7 @@ def _ratios_of_types(fields: Fields, rates: Fields, layers: int) -> tuple[int, .
 
 
 def _rope_type(table: Fields, allowed: Sequence[str] = ROPE_TYPES) -> str:
-    """Kind of a table, from ``rope_type`` or its older name ``type``, which must agree."""
+    """Read the kind of a table, from ``rope_type`` or its older name ``type``, which must agree."""
     said = [name for name in ("rope_type", "type") if name in table.values]
     for name in said:
         if table.string(name, allowed) is None:
@@ -225,9 +225,9 @@ def _rope_type(table: Fields, allowed: Sequence[str] = ROPE_TYPES) -> str:
 def _yarn(table: Fields) -> YarnScaling | None:
     if _rope_type(table) != "yarn":
         return None
-    # DeepSeek-V4 applies no magnitude correction, and rounds the ramp's ends to whole pairs.
+    # DeepSeek-V4 applies no magnitude correction, and rounds the ends of the ramp to whole pairs.
     if table.values.get("attention_factor", 1) is None:
-        # transformers computes one then.
+        # For null, transformers computes a factor.
         raise unsupported(table.name("attention_factor"), None, "1")
     table.only("attention_factor", 1)
     table.only("truncate", True)

@@ -1,4 +1,4 @@
-"""Which layers compress, select and name candidates, for themselves and for those behind them."""
+"""Layers that compress, select and name candidates, for themselves and for later layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CANDIDATE = "candidate_source_layer_id"
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Layers that others share something of. A layer's source is the last one up to itself.
+    """Layers that others share caches or selections of; a source is the last up to a layer.
 
     Attributes:
-        kv: layers that write compressed entries, and the index keys of those.
-        index: layers that select among entries.
+        kv: indices of layers that write compressed entries and their index keys.
+        index: indices of layers that select among entries.
         candidates: the layer whose selection narrows those of later ones, or None.
     """
 
@@ -28,15 +28,15 @@ class Sources:
 
 
 def own_sources(fields: Fields, ratios: Sequence[int], selected_ratio: int) -> Sources:
-    """Every layer is its own source; those of ``selected_ratio`` select.
+    """Make every layer its own source; those of ``selected_ratio`` select.
 
     Args:
-        fields: the configuration, which need not say so.
-        ratios: of the backbone's layers; 0 for none.
-        selected_ratio: tokens of the entries among which an indexer selects.
+        fields: fields of the configuration, which may leave the sources out.
+        ratios: ratio of each backbone layer; 0 for none.
+        selected_ratio: tokens per entry in layers whose indexer selects.
 
     Raises:
-        ConfigError: it says otherwise.
+        ConfigError: the configuration names other sources.
     """
     layers = range(len(ratios))
     kv = tuple(layer for layer in layers if ratios[layer])
@@ -55,13 +55,13 @@ def listed_sources(fields: Fields, ratios: Sequence[int], topk: int) -> Sources:
     """Read ``kv_source_layer_ids``, ``index_source_layer_ids`` and ``candidate_*``.
 
     Args:
-        fields: the configuration.
-        ratios: of the backbone's layers; 0 for none.
-        topk: entries that an indexer selects.
+        fields: fields of the configuration.
+        ratios: ratio of each backbone layer; 0 for none.
+        topk: number of entries that an indexer selects.
 
     Raises:
         ConfigError: a list is missing or not ascending, names a layer that keeps no entries, or
-            leaves one without a source of its own ratio; candidates that later layers cannot use.
+            leaves one without a source of its own ratio; or later layers cannot use the candidates.
     """
     kv = _layers(fields, _KV, ratios)
     index = _layers(fields, _INDEX, ratios)
@@ -81,7 +81,7 @@ def listed_sources(fields: Fields, ratios: Sequence[int], topk: int) -> Sources:
 
 
 def last_source(sources: Sequence[int], layer: int) -> int | None:
-    """The largest listed layer up to ``layer``; None where there is none."""
+    """Return the largest listed layer up to ``layer``; None without one."""
     return max((source for source in sources if source <= layer), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as its configuration and index describe them, without its weights."""
+"""Tensors of a checkpoint without its weights, described by configuration and index."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from anymla.model.verify import EXPERT_KINDS
 
 
 def lacks_weights(directory: str | Path) -> bool:
-    """True where an index names files of weights, and none of them is there."""
+    """True if an index names files of weights, and none of them exists."""
     directory = Path(directory)
     if (directory / SINGLE_FILE).is_file() or not (directory / INDEX_FILE).is_file():
         return False
@@ -41,14 +41,14 @@ def lacks_weights(directory: str | Path) -> bool:
 
 
 def described_checkpoint(directory: str | Path, config: ModelConfig) -> Checkpoint:
-    """The tensors that an index names, with the shapes and dtypes that the configuration means.
+    """Describe the tensors that an index names, with shapes and dtypes from the configuration.
 
-    A linear layer is quantised where the index has its scales; whether to FP8 or to MXFP4 says the
-    configuration. What the configuration does not know has no size.
+    A linear layer is quantised if the index has its scales; the configuration decides between FP8
+    and MXFP4. A tensor that the configuration does not know has no size.
 
     Args:
-        directory: holds ``model.safetensors.index.json``.
-        config: what the directory's ``config.json`` declares.
+        directory: directory with ``model.safetensors.index.json``.
+        config: configuration in the directory's ``config.json``.
 
     Raises:
         CheckpointError: the index cannot be read.
@@ -79,7 +79,7 @@ def _placed(directory: Path) -> dict[str, str]:
 def _expected(
     config: ModelConfig, names: Collection[str]
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of everything that may be there."""
+    """Return shape and dtype of all tensors that may be present."""
     found: dict[str, Expected] = expected_plain(config)
     vocabulary = LinearShape(config.vocab_size, config.hidden_size, ("plain", "fp8"))
     linears = expected_linears(config) | {"embed": vocabulary, "head": vocabulary}
@@ -106,5 +106,5 @@ def _kind(config: ModelConfig, names: Collection[str], prefix: str) -> WeightKin
 
 
 def _dtype(name: str, expected: Expected) -> str:
-    """As DeepSeek stores it; of the dtypes that can be read the first is the usual one."""
+    """Return DeepSeek's dtype; of the dtypes that can be read, the first is the usual one."""
     return "F32" if expected.dtypes == FLOAT_DTYPES and is_float32(name) else expected.dtypes[0]

@@ -1,6 +1,6 @@
-"""Which drafter a checkpoint holds: MTP layers, a DSpark drafter, or none.
+"""The drafter in a checkpoint: MTP layers, a DSpark drafter, or none.
 
-Both lie under ``mtp.N.``, and their configurations overlap; the tensors decide.
+Both use the prefix ``mtp.N.``, and their configurations overlap, so the tensors decide.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DRAFTERS: dict[str | None, str] = {
 }
 
 _VISION = ("vision.*", "aligner.*", "image_*", "*.ffn.gate.bias_vl")
-# Of activations and cache rows, for engines whose scales do not follow the values.
+# Scales of activations and cache rows, for engines with static quantisation.
 _STATIC_SCALES = tuple(f"*.{name}_scale" for name in ("input", "output", "q", "k", "v", "kv"))
 
 _PREFIX = "mtp."
-# What one of them has and the other has not.
+# Tensors that one kind of drafter has and the other has not.
 _MARKS: dict[DraftKind, re.Pattern[str]] = {
     "mtp": re.compile(r"mtp\.\d+\.(e_proj|h_proj|enorm|hnorm)\."),
     "dspark": re.compile(r"mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\."),
@@ -37,23 +37,23 @@ _MARKS: dict[DraftKind, re.Pattern[str]] = {
 
 
 def draft_kind(config: ModelConfig) -> DraftKind | None:
-    """The drafter of a model."""
+    """Return the kind of a model's drafter."""
     if config.dspark is not None:
         return "dspark"
     return "mtp" if config.num_nextn_predict_layers else None
 
 
 def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    """The configuration of what is there.
+    """Adapt the configuration to the tensors that are present.
 
-    Without draft layers if the files hold none: transformers keeps ``num_nextn_predict_layers``
-    when it saves a model, but not the layers. A DSpark drafter has as many stages as the files
-    have ``mtp.N``, and may have no confidence head.
+    Without draft layers in the files there are none: transformers keeps
+    ``num_nextn_predict_layers`` when it saves a model, but not the layers. A DSpark drafter has as
+    many stages as the files have ``mtp.N``, and may have no confidence head.
 
-    Tensors that nothing reads do not count.
+    Tensors that nothing reads are ignored.
 
     Raises:
-        CheckpointError: the files hold the drafter that the configuration does not describe, or
+        CheckpointError: the files hold a drafter that the configuration does not describe, or
             another number of stages.
     """
     checkpoint = readable(checkpoint, config)
@@ -73,7 +73,7 @@ def present_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
 
 
 def readable(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
-    """The files, less the tensors that nothing of a text model reads."""
+    """Remove the tensors that no part of a text model reads."""
     unread = re.compile(
         "|".join(map(fnmatch.translate, itertools.chain(*_unread(config).values())))
     )
@@ -81,7 +81,7 @@ def readable(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
 
 
 def unread_lines(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
-    """One line for each kind of tensor that is not read, with the patterns of their names."""
+    """Describe each kind of tensor that is not read in a line with its name patterns."""
     lines = []
     for what, patterns in _unread(config).items():
         counts = {pattern: len(fnmatch.filter(checkpoint, pattern)) for pattern in patterns}
@@ -92,8 +92,8 @@ def unread_lines(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
 
 
 def _unread(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Patterns of tensors that no part of a text model reads, by what they are."""
-    # Beside a vision tower, layers that route by token id have the others' bias as well.
+    """Return name patterns of tensors that no part of a text model reads, by kind."""
+    # With a vision tower, layers that route by token id also have the other layers' bias.
     biases = tuple(f"layers.{layer}.ffn.gate.bias" for layer in range(config.num_hash_layers))
     return {"vision": (*_VISION, *biases), "static scale": _STATIC_SCALES}
 
@@ -101,17 +101,17 @@ def _unread(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 def choose_drafts(
     checkpoint: Checkpoint, config: ModelConfig, drafts: Drafts
 ) -> tuple[Checkpoint, ModelConfig]:
-    """The tensors and the configuration of a model that drafts as asked.
+    """Return the tensors and the configuration of a model with the chosen drafter.
 
     Args:
-        checkpoint: the files.
-        config: of the same directory.
-        drafts: "auto": with the drafter that is there, if there is one; "off": without, whatever
-            ``mtp.*`` holds; "mtp" or "dspark": with this one.
+        checkpoint: files of the model.
+        config: configuration in the same directory.
+        drafts: "auto": with the drafter in the files, if there is one; "off": without, and
+            ``mtp.*`` is ignored; "mtp" or "dspark": with this one.
 
     Raises:
-        ValueError: another word.
-        CheckpointError: as ``present_config``, or the drafter that is named is not there.
+        ValueError: ``drafts`` is another word.
+        CheckpointError: see ``present_config``, or the chosen drafter is absent.
     """
     if drafts not in DRAFTS:
         raise ValueError(f"drafts must be {', '.join(DRAFTS)}, got {drafts!r}")
@@ -129,7 +129,7 @@ def choose_drafts(
 
 
 def _with_stages(checkpoint: Checkpoint, config: ModelConfig, names: Iterable[str]) -> ModelConfig:
-    """The configuration with the stages, and the confidence head, that the tensors have."""
+    """Return the configuration with the stages, and the confidence head, of the tensors."""
     assert config.dspark is not None
     numbers = {name.split(".")[1] for name in names}
     count = len(numbers)

@@ -1,12 +1,11 @@
-"""The text that DeepSeek-V4 and V4.1 are trained to read for a dialogue.
+"""The dialogue format that DeepSeek-V4 and V4.1 were trained on.
 
-Their checkpoints bring no chat template. They bring a program that writes this text, which is
-never run: what follows writes the same format. A dialogue is the leading token and then its turns.
-A user's turn begins with a token, an assistant's with another; an answer is its thinking,
-``</think>``, its content and its tool calls, and ends with the end-of-text token. There is no turn
-for a tool: results are parts of the next user's turn, in the order of the calls. Without tools, the
-thinking of answers before the last question is left out, and with it a developer's earlier
-messages.
+Their checkpoints have no chat template. They have a program that writes this text, which is never
+run; this module writes the same format. A dialogue is the leading token and then its turns. A
+user's turn begins with a token, an assistant's with another. An answer is its thinking,
+``</think>``, its content and its tool calls, and ends with the end-of-text token. A tool has no
+turn: results are parts of the next user's turn, in the order of the calls. Without tools, the
+thinking of answers before the last question is left out, and so are a developer's earlier messages.
 
 Source: encoding/README.md of the checkpoints; that of DeepSeek-V4-Flash-0731 for V4's efforts.
 """
@@ -31,10 +30,10 @@ TASKS = {
     name: f"<｜{name}｜>"
     for name in ("action", "query", "authority", "domain", "title", "read_url")
 }
-# Each is one token of the official tokenizers.
+# Marks, each a single token of the official tokenizers.
 MARKS = (BOS, EOS, SYSTEM, USER, ASSISTANT, REMINDER, THINK, THOUGHT, DSML, *TASKS.values())
 
-# What clients of the OpenAI API ask for, in V4's words. "none" turns thinking off.
+# Efforts of the OpenAI API in V4's words. "none" turns thinking off.
 _V4_EFFORTS = {
     "minimal": "low",
     "low": "low",
@@ -43,7 +42,7 @@ _V4_EFFORTS = {
     "xhigh": "high",
     "max": "max",
 }
-# The wording is part of the format: models have been trained on these very sentences.
+# The wording is part of the format: models were trained on these sentences.
 _V4_EFFORT_TEXTS = {
     "low": "",
     "high": "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -118,15 +117,16 @@ def _v41_effort(effort: str | int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """The format of one family, and the writer of its text.
+    """The format of one family, and its writer.
 
     Attributes:
         calls: name of the element around tool calls.
         call: name of a call's element.
         parameter: name of a parameter's element.
-        marks_system: a system message begins with a token of its own, and behind the first place
-            it is a turn like a user's: an answer follows it.
-        effort_text: the text in front of a dialogue for a reasoning effort; raises ValueError.
+        marks_system: True if a system message begins with a token of its own and, anywhere but in
+            the first place, is a turn like a user's: an answer follows it.
+        effort_text: function from a reasoning effort to the text before a dialogue; raises
+            ValueError.
     """
 
     calls: str
@@ -145,21 +145,21 @@ class Encoding:
         drop_thinking: bool = True,
         continues: bool = False,
     ) -> str:
-        """The text of a dialogue, up to where the next answer begins.
+        """Write a dialogue as text, up to where the next answer begins.
 
         Args:
-            messages: as ``read_messages`` takes them.
-            tools: functions that may be called, as ``read_tools`` takes them. They are offered by
-                the first system message, which is put in front where there is none.
-            thinking: the answer begins with thinking.
-            effort: how thorough the thinking is: "low", "high" or "max", for V4.1 also 1 to 100.
-                None for "high". Without thinking it changes nothing.
-            drop_thinking: leave out earlier thinking; with tools it stays in any case.
-            continues: the last message is an assistant's that goes on. Where it holds thinking and
-                no content, the thinking goes on.
+            messages: messages in the form of ``read_messages``.
+            tools: functions that may be called, in the form of ``read_tools``. The first system
+                message offers them; one is inserted if there is none.
+            thinking: True if the answer begins with thinking.
+            effort: thoroughness of the thinking: "low", "high" or "max", for V4.1 also 1 to 100.
+                None for "high". It has no effect without thinking.
+            drop_thinking: True to leave out earlier thinking; with tools it stays in any case.
+            continues: True if the last message is an assistant's that goes on. If it has thinking
+                but no content, the thinking goes on.
 
         Raises:
-            ValueError: messages, tools or an effort that the format does not have.
+            ValueError: the format does not support the messages, tools or effort.
         """
         turns = self._turns(read_messages(messages), read_tools(tools))
         if continues:
@@ -185,7 +185,7 @@ class Encoding:
         return "".join(parts)
 
     def _turns(self, messages: Sequence[Message], tools: tuple[Any, ...]) -> list[_Turn]:
-        """Messages with tools offered, tool results moved to users' turns and put in order."""
+        """Offer the tools, and move tool results into users' turns in the order of the calls."""
         said = list(messages)
         if tools:
             place = next((n for n, each in enumerate(said) if each.role == "system"), None)
@@ -210,7 +210,7 @@ class Encoding:
             elif message.role == "tool":
                 turns.append(_Turn(Message("user"), [message], order))
             else:
-                # In V4 a user offers no tools.
+                # In V4 a user's message offers no tools.
                 offered = message.tools if self.marks_system else ()
                 turns.append(_Turn(dataclasses.replace(message, tools=offered), [message], order))
         return turns
@@ -222,12 +222,12 @@ class Encoding:
         return _Turn(dataclasses.replace(turn.said, is_open=True), goes_on=True)
 
     def _without_old_instructions(self, turns: list[_Turn]) -> list[_Turn]:
-        """The turns without what a developer said before the last question."""
+        """Return the turns without a developer's messages before the last question."""
         last = self._last_question(turns)
         return [t for n, t in enumerate(turns) if t.said.role != "developer" or n >= last]
 
     def _last_question(self, turns: Sequence[_Turn]) -> int:
-        """Place of the last turn that an answer follows; -1 for none."""
+        """Return the index of the last turn that an answer follows; -1 for none."""
         return max((n for n, turn in enumerate(turns) if self._asks(turn.said, n)), default=-1)
 
     def _asks(self, said: Message, place: int) -> bool:
@@ -252,7 +252,7 @@ class Encoding:
         return mark + self._instructions(said)
 
     def _instructions(self, said: Message) -> str:
-        """A system's or developer's text, with the tools and the format of answers behind it."""
+        """Write a system's or developer's text, followed by the tools and the format of answers."""
         parts = [said.content]
         if said.tools:
             parts.append(self._tools(said.tools))
@@ -303,14 +303,14 @@ class Encoding:
     def _opening(
         self, said: Message, place: int, follower: str | None, thinks: bool, thinking: bool
     ) -> str:
-        """What stands between a turn and the answer to it.
+        """Write the text between a turn and the answer to it.
 
         Args:
-            said: the message that is answered.
-            place: its place in the dialogue.
+            said: message that is answered.
+            place: index of the message in the dialogue.
             follower: role of the next turn; None at the end.
-            thinks: the answer to this turn begins with thinking.
-            thinking: answers begin with thinking at all.
+            thinks: True if the answer to this turn begins with thinking.
+            thinking: True if any answer begins with thinking.
         """
         if said.task is not None:
             if said.task not in TASKS:
@@ -327,13 +327,13 @@ class Encoding:
 
 @dataclasses.dataclass
 class _Turn:
-    """A message as the format counts it.
+    """A turn of the format, made of one message or of several.
 
     Attributes:
-        said: the message; of a user's turn, its first.
+        said: the message; in a user's turn, its first.
         parts: messages of a user's turn: users' texts and tools' results.
-        order: places of the calls before it, by id.
-        goes_on: the answer is continued.
+        order: positions of the preceding calls, by id.
+        goes_on: True if the answer is continued.
     """
 
     said: Message
@@ -342,7 +342,7 @@ class _Turn:
     goes_on: bool = False
 
     def texts(self) -> list[str]:
-        """The parts' texts, with results in the order of their calls."""
+        """Return the texts of the parts, results in the order of their calls."""
         results = sorted(
             (part for part in self.parts if part.role == "tool"),
             key=lambda part: self.order.get(part.call_id, 0),

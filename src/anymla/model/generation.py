@@ -1,4 +1,4 @@
-"""What a checkpoint says of generating text: ``generation_config.json``."""
+"""A checkpoint's defaults of generation, ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["ChatTemplate", "GenerationDefaults"]
 _FILE = "generation_config.json"
 _MOST_BYTES = 16 << 20
 
-# Fields of transformers' generation that change which tokens come and are not applied here, with
-# the values that change nothing. Those of the lower part matter only where tokens are sampled.
+# Fields of transformers' generation that change the tokens and are not applied here, with the
+# values that change nothing. Those of the lower part matter only for sampled tokens.
 _UNAPPLIED: dict[str, tuple[object, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -50,18 +50,19 @@ _UNAPPLIED_SAMPLED: dict[str, tuple[object, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class GenerationDefaults:
-    """What holds where a caller says nothing else.
+    """Values that apply unless a caller sets them.
 
     Attributes:
-        temperature: 0 where the file does not ask for sampling (``do_sample``).
-        top_p: 1 where it is not given.
-        top_k: 0 where it is not given, or -1: all tokens.
-        min_p: 0 where it is not given.
-        repetition_penalty: 1 where it is not given; see ``anymla.runtime.sampler.Sampling``.
-        presence_penalty: 0 where it is not given.
-        frequency_penalty: 0 where it is not given.
-        max_new_tokens: None where it is not given.
-        eos_token_ids: ids that end a text besides those of ``config.json``.
+        temperature: divisor of the logits; 0 unless the file asks for sampling (``do_sample``).
+        top_p: probability that the kept tokens must reach; 1 if absent.
+        top_k: number of kept tokens; 0, all tokens, if absent or -1.
+        min_p: least fraction of the best probability; 0 if absent.
+        repetition_penalty: factor of repeated tokens; 1 if absent; see
+            ``anymla.runtime.sampler.Sampling``.
+        presence_penalty: amount subtracted from generated tokens; 0 if absent.
+        frequency_penalty: amount subtracted per occurrence; 0 if absent.
+        max_new_tokens: most tokens to generate; None if absent.
+        eos_token_ids: ids that end a text in addition to those of ``config.json``.
         unapplied: names of fields that would change the text and are not applied.
     """
 
@@ -78,10 +79,10 @@ class GenerationDefaults:
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> GenerationDefaults:
-        """Read ``generation_config.json``; the defaults above without one.
+        """Read ``generation_config.json``; return the defaults above without one.
 
         Raises:
-            ConfigError: it cannot be read, or a field has a value that cannot be meant.
+            ConfigError: the file cannot be read, or a value is out of range.
         """
         path = Path(directory) / _FILE
         try:
@@ -120,14 +121,14 @@ class GenerationDefaults:
 
     @property
     def unapplied_line(self) -> str | None:
-        """A line that names what the file asks for and does not get; None for nothing."""
+        """A line that names fields of the file that are not applied; None without any."""
         if not self.unapplied:
             return None
         return f"{_FILE}: not applied: {', '.join(self.unapplied)}"
 
 
 def _unapplied(fields: Fields, neutral: dict[str, tuple[object, ...]]) -> tuple[str, ...]:
-    """Names of fields that are there with a value that means something."""
+    """Return names of present fields whose value is not neutral."""
     return tuple(
         name
         for name in sorted(neutral)
@@ -138,14 +139,14 @@ def _unapplied(fields: Fields, neutral: dict[str, tuple[object, ...]]) -> tuple[
 
 
 def _share(fields: Fields, name: str, default: float = 0.0) -> float:
-    """A number that may be 0."""
+    """Read a number that may be 0."""
     if not fields.has(name):
         return default
     return 0.0 if fields.values[name] == 0 else fields.number(name)
 
 
 def _between(fields: Fields, name: str, default: float, least: float, most: float) -> float:
-    """A number within bounds, which are the sampler's."""
+    """Read a number within the sampler's bounds."""
     value = fields.values.get(name)
     if value is None:
         return default

@@ -1,8 +1,8 @@
-"""Find, or fetch, a checkpoint by its name on the Hugging Face Hub.
+"""Lookup and download of a checkpoint by its name on the Hugging Face Hub.
 
 A name is ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit. A directory
-of that name comes first, then a snapshot in the Hub's cache, and only then the network. Of a
-repository, files of the checkpoint are fetched and nothing else: no code.
+of that name comes first, then a snapshot in the Hub's cache, and only then the network. Only files
+of the checkpoint are downloaded, and no code.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from anymla.model.checkpoint import INDEX_FILE, SINGLE_FILE
 from anymla.model.config_fields import ConfigError
 
 _NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-# Of a repository's first level: folders hold code, and weights in other layouts.
+# Only a repository's top level: folders hold code, and weights in other layouts.
 _DESCRIBING = ("*.json", "*.jinja")
 _WEIGHTS = "*.safetensors"
 _IGNORED = ("*/*",)
 
 
 def local_checkpoint(source: str | Path, *, weights: bool = True) -> Path:
-    """Turn a directory or a name on the Hub into a directory of this machine.
+    """Resolve a directory or a name on the Hub to a directory of this machine.
 
     Args:
-        source: a directory, or ``owner/name`` or ``owner/name@revision``.
-        weights: fetch the weights as well, if they are not there; otherwise what describes them.
+        source: path of a directory, or ``owner/name`` or ``owner/name@revision``.
+        weights: True to download missing weights as well; False for the descriptive files only.
 
     Returns:
-        The directory; ``source`` itself where it is there, or is no name that the Hub could have.
+        The directory; ``source`` itself if it exists, or is no possible name on the Hub.
 
     Raises:
-        ConfigError: the checkpoint is neither here nor can it be fetched; one line, with the
-            command that would help.
+        ConfigError: the checkpoint is not here and cannot be downloaded; the message is one line
+            with the command that would help.
     """
     path, named = Path(source), _NAME.fullmatch(str(source))
     if named is None or path.exists():
@@ -60,7 +60,7 @@ def local_checkpoint(source: str | Path, *, weights: bool = True) -> Path:
 
 
 def _snapshot(name: str, revision: str | None, wanted: list[str], *, fetch: bool) -> Path | str:
-    """A snapshot with the files that are wanted, or why there is none."""
+    """Return a snapshot with the wanted files, or the reason why there is none."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -84,7 +84,8 @@ def _snapshot(name: str, revision: str | None, wanted: list[str], *, fetch: bool
         return f"not in the Hub's cache; with a network: {_command(name, revision)}"
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         return f"it cannot be fetched: {_first_line(error)}"
-    except Exception as error:  # of the library that does its requests, which has changed
+    # the library's HTTP client, and so its exceptions, differ between versions
+    except Exception as error:
         if not fetch:
             return f"its snapshot cannot be read: {_first_line(error)}"
         return f"it cannot be fetched: {type(error).__name__}: {_first_line(error)}"
@@ -95,7 +96,7 @@ def _is_complete(directory: Path, *, weights: bool) -> bool:
 
 
 def _absent(directory: Path, *, weights: bool) -> list[str]:
-    """Files that a snapshot lacks; an interrupted download leaves some."""
+    """Return the files that a snapshot lacks, for example after an interrupted download."""
     if not (directory / "config.json").is_file():
         return ["config.json"]
     if not weights or (directory / SINGLE_FILE).is_file():

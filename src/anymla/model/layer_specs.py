@@ -1,4 +1,4 @@
-"""From a configuration to one LayerSpec a layer."""
+"""Conversion of a configuration to one LayerSpec per layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from anymla.model.config_sources import last_source
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Specs of the backbone's layers, then of the draft layers, which are window only."""
+    """Return specs of the backbone's layers, then of the draft layers, which are window only."""
     specs = [_backbone(config, index) for index in range(config.num_hidden_layers)]
     drafts = "mtp" if config.dspark is None else "dspark"
     first = config.num_hidden_layers
@@ -23,7 +23,8 @@ def _backbone(config: ModelConfig, index: int) -> LayerSpec:
     selects = index in sources.index
     kv = last_source(sources.kv, index) if ratio else None
     chooser = last_source(sources.index, index) if ratio else None
-    # Of the layers of a ratio that nothing selects among, none is behind one that selects among it.
+    # A layer shares a chooser's selection only if the chooser is its entries' source or comes after
+    # it.
     shares = chooser is not None and kv is not None and chooser >= kv
     candidates = sources.candidates
     narrowed = selects and candidates is not None and index >= candidates.source
@@ -41,7 +42,7 @@ def _backbone(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def _is_followed(config: ModelConfig, index: int) -> bool:
-    """Whether a layer that does not select itself attends to the selection of this one."""
+    """True if a layer without an indexer attends to this layer's selection."""
     return any(
         ratio and last_source(config.sources.index, behind) == index
         for behind, ratio in enumerate(config.backbone_ratios)

@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a model that can run."""
+"""Loading of a checkpoint directory into a model that can run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SPELLINGS = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "f32": "fp
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
-    """The short name of a dtype of activations: "bf16", "fp32", or "auto".
+    """Return the short name of an activation dtype: "bf16", "fp32", or "auto".
 
     Args:
         dtype: one of these, "bfloat16", "float32", torch's dtypes or their names.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: the dtype is another one.
     """
     said = str(dtype).removeprefix("torch.")
     name = _SPELLINGS.get(said, said)
@@ -43,15 +43,15 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def activation_dtype(dtype: str | torch.dtype, directory: str | Path) -> torch.dtype:
-    """The dtype that a checkpoint's activations have.
+    """Return the dtype of a checkpoint's activations.
 
     Args:
-        dtype: as for ``dtype_name``; "auto" is float32 where ``config.json`` says float32, else
+        dtype: a name as for ``dtype_name``; "auto" is float32 if ``config.json`` says float32, else
             bfloat16.
-        directory: the checkpoint's.
+        directory: directory of the checkpoint.
 
     Raises:
-        ValueError: another dtype; a ``config.json`` that cannot be read, with "auto".
+        ValueError: the dtype is another one, or, with "auto", ``config.json`` cannot be read.
     """
     name = dtype_name(dtype)
     if name == "auto":
@@ -77,27 +77,27 @@ def load_model(
 ) -> Transformer:
     """Load a DeepSeek-V4 or V4.1 checkpoint.
 
-    Everything is verified before anything is built, so that a model is never half loaded. On the
-    CPU, weights that are used as stored stay views of the mapped files. Tensors that are no part of
-    the text model are named in a line on stderr.
+    The whole checkpoint is verified before a module is built, so that a model is never half loaded.
+    On the CPU, weights that are used as stored stay views of the mapped files. A line on stderr
+    names tensors that are no part of the text model.
 
     Args:
-        directory: with ``config.json`` and safetensors in DeepSeek's layout.
-        dtype: of the activations: bfloat16 or float32, by torch's dtype or its name, or "auto"
-            (``activation_dtype``). In float32, weights are decoded exactly and activations are
-            never quantised; as in ``torch.float64``, which is for comparisons.
-        device: where weights and activations live.
-        backend: backend asked of every operation; None for the best.
-        ranks: the processes that share the model; each loads its own part.
-        drafts: "auto": with the drafter that the files hold, if they hold one; "off": without, and
-            neither ``mtp.*`` nor what ``config.json`` says of it is looked at; "mtp" or "dspark":
-            with this one.
-        progress: show a progress bar on stderr.
+        directory: directory with ``config.json`` and safetensors in DeepSeek's layout.
+        dtype: dtype of the activations: bfloat16 or float32, as torch's dtype or its name, or
+            "auto" (``activation_dtype``). In float32, weights are decoded exactly and activations
+            are never quantised; the same holds for ``torch.float64``, which is for comparisons.
+        device: device of weights and activations.
+        backend: name of the backend of every operation; None for the best.
+        ranks: ranks that share the model; each loads its own part.
+        drafts: "auto": with the drafter in the files, if there is one; "off": without, and
+            ``mtp.*`` and its fields in ``config.json`` are ignored; "mtp" or "dspark": with this
+            one.
+        progress: True to show a progress bar on stderr.
 
     Raises:
-        ValueError: unsupported dtype, unknown ``drafts``, or a weight that cannot be shared by so
-            many ranks; ``ConfigError`` or ``CheckpointError`` for what the directory lacks.
-        NotEnoughMemory: the device has too little for it; nothing has been read.
+        ValueError: unsupported dtype, unknown ``drafts``, or a weight that this number of ranks
+            cannot share; ``ConfigError`` or ``CheckpointError`` for a faulty directory.
+        NotEnoughMemory: the device has too little memory; nothing has been read.
     """
     if dtype != torch.float64:
         dtype = activation_dtype(dtype, directory)
@@ -137,10 +137,10 @@ def _least_bytes(
     device: torch.device,
     ranks: Ranks,
 ) -> dict[str, int]:
-    """What the weights take on the device at the least.
+    """Return a lower bound of the bytes that the weights take on the device.
 
-    On the CPU only plain weights of another dtype are copied, and the head, which is float32 there;
-    the others stay in the mapped files, and experts are converted when they are visited.
+    On the CPU only plain weights of another dtype are copied, and the head, which is float32 there.
+    Other weights stay in the mapped files, and experts are converted when a token visits them.
     """
     if device.type != "cpu":
         return {"weights": rank_bytes(checkpoint, config, ranks.size)}

@@ -1,4 +1,4 @@
-"""Reading a verified checkpoint: tensors and linear layers by name, with a progress bar."""
+"""Reader of a verified checkpoint: tensors and linear layers by name, with a progress bar."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from anymla.model.verify import require_loadable
 class Weights:
     """The tensors of a checkpoint that has been verified as a whole.
 
-    A context manager: the progress bar counts bytes as they are asked for, and is closed at the
+    A context manager: the progress bar counts bytes as they are requested, and is closed at the
     end.
 
     Attributes:
-        checkpoint: the files.
+        checkpoint: files of the checkpoint.
         block: rows and columns that share a scale in FP8 weights.
-        device: where tensors are put. On the CPU they are views of the mapped files.
+        device: device of the tensors. On the CPU they are views of the mapped files.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Weights:
         self._bar.close()
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as stored.
+        """Read one tensor as stored.
 
         ``head.weight`` is the embedding in a checkpoint that ties them and has no copy.
         """
         return self._read(name, self.device)
 
     def table(self, prefix: str) -> tuple[Tensor, Tensor | None]:
-        """A table as stored, and its scales if it has some; it stays in the mapped files."""
+        """Read a table as stored, and its scales if any; it stays in the mapped files."""
         weight = self._read(f"{prefix}.weight", "cpu")
         if weight.is_floating_point() and weight.dtype.itemsize > 1:
             return weight, None
@@ -75,14 +75,14 @@ class Weights:
         return value
 
     def _stored(self, name: str) -> str:
-        """The name it lies under: a head that is not there is the embedding."""
+        """Return the stored name: a head that is absent is the embedding."""
         tied = name.startswith("head.") and "head.weight" not in self.checkpoint
         return name.replace("head.", "embed.", 1) if tied else name
 
     def linear(self, prefix: str) -> PackedWeight:
-        """A linear layer's weight as stored; codes and scale bytes as uint8.
+        """Read a linear layer's weight as stored; codes and scale bytes as uint8.
 
-        Scales that are stored in float32 stay float32 for FP8. MXFP4 has no such form: there they
+        Scales that are stored in float32 stay float32 for FP8. MXFP4 has no such form: its scales
         become exponent bytes, which is exact because only powers of two pass verification.
         """
         kind = weight_kind(
@@ -104,10 +104,10 @@ class Weights:
 
 
 def exponent_bytes(scale: Tensor, name: str) -> Tensor:
-    """Exponent bytes, uint8, of float32 scales that are powers of two.
+    """Return exponent bytes, uint8, of float32 scales that are powers of two.
 
     Raises:
-        CheckpointError: any scale is not a power of two; it would have to be truncated.
+        CheckpointError: a scale is not a power of two and would have to be truncated.
     """
     mantissa, exponent = torch.frexp(scale)
     if not bool((mantissa == 0.5).all()):
@@ -122,17 +122,17 @@ def load_weights(
     device: torch.device | str = "cpu",
     progress: bool = True,
 ) -> Weights:
-    """Verify a checkpoint against its configuration; only then hand out its tensors.
+    """Verify a checkpoint against its configuration, and return a reader of its tensors.
 
     Args:
-        checkpoint: the files.
-        config: of the same directory, see ``drafts.present_config``.
-        device: where tensors are put.
-        progress: show a progress bar on stderr.
+        checkpoint: files of the checkpoint.
+        config: configuration in the same directory, see ``drafts.present_config``.
+        device: device of the tensors.
+        progress: True to show a progress bar on stderr.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, mis-shaped, of a wrong dtype or stored in
-            a way that cannot be read; one line that names it.
+            an unreadable way; the message is one line that names it.
     """
     require_loadable(checkpoint, config)
     return Weights(checkpoint, block=config.family.weight_block, device=device, progress=progress)

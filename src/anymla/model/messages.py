@@ -1,4 +1,4 @@
-"""Messages of a dialogue, as the OpenAI API and its many users spell them."""
+"""Messages of a dialogue, in the spellings of the OpenAI API and its clients."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ToolCall:
     """A tool call.
 
     Attributes:
-        name: the tool's name.
-        arguments: the arguments by name.
-        call_id: the name by which the tool's result refers to it; "" without one.
+        name: name of the tool.
+        arguments: values of the arguments by name.
+        call_id: id by which the tool's result refers to the call; "" without one.
     """
 
     name: str
@@ -32,16 +32,16 @@ class Message:
     """One message, with every spelling of its fields resolved.
 
     Attributes:
-        role: "system", "developer", "user", "assistant", "tool" or "latest_reminder".
-        content: the text; "" where there is none.
-        has_content: false where the content is missing or null.
-        reasoning: the thinking before the content; "" where there is none.
+        role: sender: "system", "developer", "user", "assistant", "tool" or "latest_reminder".
+        content: text of the message; "" without any.
+        has_content: False if the content is missing or null.
+        reasoning: thinking before the content; "" without any.
         calls: tool calls of an assistant.
         tools: functions that a system or developer message offers, each with its name.
-        response_format: the JSON schema that answers follow, or None.
-        task: the quick instruction that follows the message, or None.
-        call_id: the call that a tool's message answers; "" without one.
-        is_open: an assistant's message that goes on: no end-of-text token follows it.
+        response_format: JSON schema that answers follow, or None.
+        task: quick instruction that follows the message, or None.
+        call_id: id of the call that a tool's message answers; "" without one.
+        is_open: True for an assistant's message that goes on: no end-of-text token follows it.
     """
 
     role: str
@@ -60,12 +60,12 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Check messages and resolve their spellings.
 
     Args:
-        messages: each with "role", and "content" as a string, as a list of text parts, or missing
-            beside "tool_calls"; see ``Message`` for the rest. "reasoning" and "reasoning_content"
-            are the same field.
+        messages: mappings with "role", and "content" as a string, as a list of text parts, or
+            missing if there are "tool_calls"; see ``Message`` for the rest. "reasoning" and
+            "reasoning_content" are the same field.
 
     Raises:
-        ValueError: no messages, or one that is malformed; the error names its place.
+        ValueError: there are no messages, or one is malformed; the error names its place.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(f"messages must be a list of messages, got {_shown(messages)}")
@@ -75,14 +75,14 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None, where: str = "tools") -> tuple[Any, ...]:
-    """The functions in a list of tools.
+    """Return the functions in a list of tools.
 
     Args:
-        tools: each {"type": "function", "function": {"name": ..., ...}}, or such a function alone.
-        where: the name of the list in messages of errors.
+        tools: mappings {"type": "function", "function": {"name": ..., ...}}, or bare functions.
+        where: name of the list in error messages.
 
     Raises:
-        ValueError: something else, or a function without a name.
+        ValueError: an entry has another form, or a function has no name.
     """
     if tools is None:
         return ()
@@ -101,10 +101,10 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None, where: str = "tools") 
 
 
 def read_content(content: Any, where: str) -> str:
-    """The text of a content: a string, null, or a list of text parts, joined by blank lines.
+    """Return the text of a content: a string, null, or text parts joined by blank lines.
 
     Raises:
-        ValueError: another type, or a part that is no text.
+        ValueError: the content has another type, or a part is no text.
     """
     if content is None:
         return ""
@@ -126,7 +126,7 @@ def read_content(content: Any, where: str) -> str:
 
 
 def to_json(value: Any, where: str) -> str:
-    """A value as JSON in one line, with characters beyond ASCII as they are.
+    """Write a value as JSON in one line, with characters beyond ASCII unescaped.
 
     Raises:
         ValueError: JSON has no such value.
@@ -168,7 +168,7 @@ def _content(where: str, content: Any, name: str = ".content") -> str:
 
 
 def _result(where: str, content: Any) -> str:
-    """The text of a tool's result; parts that are no text are named, objects become JSON."""
+    """Return the text of a tool's result; non-text parts are named, objects become JSON."""
     if isinstance(content, Mapping | int | float):
         return to_json(content, f"{where}.content")
     if content is None or isinstance(content, str):
@@ -211,9 +211,9 @@ def _call(where: str, call: Any) -> ToolCall:
 
 
 def _arguments(arguments: Any) -> Mapping[str, Any]:
-    """Arguments by name: an object, or its JSON, which some clients write twice.
+    """Return arguments by name, from an object or its JSON, which some clients encode twice.
 
-    What is neither stands as one argument named "arguments", so that nothing is lost.
+    Anything else becomes one argument named "arguments", so that nothing is lost.
     """
     found = arguments
     for _ in range(2):

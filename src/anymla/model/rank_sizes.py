@@ -1,4 +1,4 @@
-"""Bytes of weights that a rank keeps, reckoned before anything is read."""
+"""Bytes of weights that a rank keeps, computed before anything is read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHARED = ("attn.wq_b", "attn.wo_a", "attn.wo_b")
 
 
 def rank_bytes(tensors: Mapping[str, TensorInfo], config: ModelConfig, ranks: int) -> int:
-    """Bytes of weights on a device other than the CPU, of the rank that has most.
+    """Return the bytes of weights on the rank that has most, on a device other than the CPU.
 
     Tables of n-grams do not count: they stay in their files.
 
     Args:
-        tensors: the checkpoint's tensors that are read.
-        config: the configuration of what is there.
+        tensors: tensors of the checkpoint that are read.
+        config: configuration of the checkpoint.
         ranks: number of ranks that share the model.
     """
     tables = expected_tables(config)
@@ -39,7 +39,7 @@ def rank_bytes(tensors: Mapping[str, TensorInfo], config: ModelConfig, ranks: in
 
 
 def _is_with_most(config: ModelConfig, prefix: str, ranks: int) -> bool:
-    """True for as many of a layer's experts as the rank with most of them has."""
+    """True for the experts of a layer that are on the rank with most of them."""
     drafts = prefix.startswith("mtp.") and config.dspark is not None
     experts, _ = config.experts_of("dspark" if drafts else "backbone")
     number = prefix.partition(".ffn.experts.")[2].partition(".")[0]
@@ -47,7 +47,7 @@ def _is_with_most(config: ModelConfig, prefix: str, ranks: int) -> bool:
 
 
 def _sharers(config: ModelConfig, prefix: str, ranks: int) -> int:
-    """How many ranks have equal parts of a layer; 1 where each, or one, has all of it."""
+    """Return the number of ranks with equal parts of a layer; 1 if each, or one, has all of it."""
     if prefix.endswith(_SHARED):
         return ranks
     if prefix == "head":
@@ -61,7 +61,7 @@ def _sharers(config: ModelConfig, prefix: str, ranks: int) -> int:
 def _kept_bytes(
     tensors: Mapping[str, TensorInfo], config: ModelConfig, prefix: str, leaf: str, info: TensorInfo
 ) -> int:
-    """A tensor's bytes once it is loaded: some weights are decoded, and scales of FP8 widened."""
+    """Return a tensor's bytes after loading: some weights are decoded, and FP8 scales widened."""
     kind = weight_kind(tensors, prefix)
     if kind == "plain":
         return info.nbytes

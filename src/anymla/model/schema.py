@@ -1,6 +1,6 @@
-"""Which tensors a checkpoint of a configuration must hold: DeepSeek's names, shapes and dtypes.
+"""The tensors that a configuration requires in a checkpoint: DeepSeek's names, shapes and dtypes.
 
-A linear layer ``prefix`` is stored in one of four kinds, decided by what the file holds:
+A linear layer ``prefix`` is stored in one of four kinds, which the file's tensors decide:
 
 =======  =================================  ==========================================
 kind     ``prefix.weight`` [N, K]           beside it
@@ -14,8 +14,8 @@ nvfp4    U8 or I8 [N, K/2], low nibble      ``.weight_scale`` F8_E4M3 [N, K/16],
          first                              ``.weight_scale_2`` F32 [] or [1]
 =======  =================================  ==========================================
 
-The first three are DeepSeek's own; the names of the last are those of NVIDIA's Model Optimizer,
-where a weight is ``e2m1 * weight_scale * weight_scale_2``.
+The first three are DeepSeek's own. The names of the last are those of NVIDIA's Model Optimizer, in
+which a weight is ``e2m1 * weight_scale * weight_scale_2``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PACKED_DTYPES = ("I8", "U8")
 SCALE_DTYPES = ("F8_E8M0", "U8", "F32")
 INTEGER_DTYPES = ("I64", "I32")
 
-# Where quantised weights are known to occur. Everything else is read as a plain tensor.
+# Kinds of weights that occur in published checkpoints. All other tensors are plain.
 ANY_ATTENTION: tuple[WeightKind, ...] = ("plain", "fp8", "nvfp4")
 PLAIN_OR_NVFP4: tuple[WeightKind, ...] = ("plain", "nvfp4")
 FFN: tuple[WeightKind, ...] = ("plain", "fp8", "mxfp4", "nvfp4")
@@ -47,12 +47,12 @@ PROJECTION: tuple[WeightKind, ...] = ("plain", "fp8")
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """One tensor that must, or may, be there.
+    """One tensor that must, or may, be present.
 
     Attributes:
-        shape: of the tensor; () also allows (1,), as writers of scalars differ.
+        shape: shape of the tensor; () also allows (1,), as writers of scalars differ.
         dtypes: safetensors' names of the dtypes that can be read.
-        optional: whether it may be absent.
+        optional: True if it may be absent.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Expected:
     optional: bool = False
 
     def fits(self, info: TensorInfo) -> bool:
-        """Whether a stored tensor is as expected."""
+        """True if a stored tensor has the expected shape and dtype."""
         shape = () if self.shape == () and info.shape == (1,) else info.shape
         return shape == self.shape and info.dtype in self.dtypes
 
@@ -70,12 +70,12 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """A linear layer, before it is known how it is stored.
+    """Sizes of a linear layer, independent of its storage.
 
     Attributes:
-        rows: output features N.
-        columns: input features K.
-        kinds: the kinds it can be read in.
+        rows: N, number of output features.
+        columns: K, number of input features.
+        kinds: storage kinds that can be read.
     """
 
     rows: int
@@ -84,7 +84,7 @@ class LinearShape:
 
 
 def weight_kind(tensors: Mapping[str, TensorInfo], prefix: str) -> WeightKind:
-    """The kind a linear layer is stored in; plain if it is not there at all."""
+    """Return the kind that a linear layer is stored in; plain if it is absent."""
     info = tensors.get(f"{prefix}.weight")
     if info is None or info.dtype in FLOAT_DTYPES:
         return "plain"
@@ -96,7 +96,7 @@ def weight_kind(tensors: Mapping[str, TensorInfo], prefix: str) -> WeightKind:
 def linear_tensors(
     prefix: str, shape: LinearShape, kind: WeightKind, block: int = FP8_BLOCK
 ) -> dict[str, Expected]:
-    """Tensors of a linear layer stored in that kind; FP8 weights in blocks of ``block``."""
+    """Return the tensors of a linear layer of that kind; FP8 weights in blocks of ``block``."""
     n, k = shape.rows, shape.columns
     weight, scale = f"{prefix}.weight", f"{prefix}.scale"
     if kind == "plain":
@@ -120,7 +120,7 @@ def linear_tensors(
 
 
 def expected_linears(config: ModelConfig) -> dict[str, LinearShape]:
-    """Every linear layer by its prefix."""
+    """Return every linear layer by its prefix."""
     out: dict[str, LinearShape] = {}
     for prefix, spec in _blocks(config):
         for name, shape in _block_linears(config, spec, config.experts_of(spec.role)[0]):
@@ -131,7 +131,7 @@ def expected_linears(config: ModelConfig) -> dict[str, LinearShape]:
 def quantised_tables(
     config: ModelConfig, tensors: Mapping[str, TensorInfo] | None
 ) -> dict[str, LinearShape]:
-    """The embedding and the head where they are not plain: then they are stored like a linear."""
+    """Return the embedding and the head if they are stored quantised, like a linear."""
     shape = LinearShape(config.vocab_size, config.hidden_size, PROJECTION)
     return {
         prefix: shape
@@ -141,7 +141,7 @@ def quantised_tables(
 
 
 def expected_tables(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Shape of every table of which single rows are read, by its prefix."""
+    """Return the shape of every table whose rows are read one by one, by its prefix."""
     if config.engram is None:
         return {}
     width = config.engram.head_dim
@@ -154,7 +154,7 @@ def expected_tables(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def table_tensors(
     prefix: str, shape: tuple[int, int], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, Expected]:
-    """Tensors of such a table: plain, or e4m3 with a power of two for 32 channels of a row."""
+    """Return a table's tensors: plain, or e4m3 with a power of two for 32 channels of a row."""
     info = tensors.get(f"{prefix}.weight")
     if info is None or info.dtype in FLOAT_DTYPES:
         return {f"{prefix}.weight": Expected(shape, FLOAT_DTYPES)}
@@ -166,7 +166,7 @@ def table_tensors(
 
 
 def expected_plain(config: ModelConfig) -> dict[str, Expected]:
-    """Every tensor that is no table and not part of a linear layer."""
+    """Return every tensor that is no table and not part of a linear layer."""
     d, streams = config.hidden_size, config.hc_mult
     table = Expected((config.vocab_size, d), FLOAT_DTYPES)
     out = {
@@ -190,11 +190,11 @@ def expected_plain(config: ModelConfig) -> dict[str, Expected]:
 def expected_tensors(
     config: ModelConfig, tensors: Mapping[str, TensorInfo] | None = None
 ) -> dict[str, Expected]:
-    """Every tensor, with linear layers in the kind they are stored in.
+    """Return every tensor, with linear layers in the kind that they are stored in.
 
     Args:
-        config: the model.
-        tensors: what the files hold; None for an unquantised checkpoint.
+        config: configuration of the model.
+        tensors: tensors in the files; None for an unquantised checkpoint.
     """
     out = expected_plain(config)
     for prefix, shape in (expected_linears(config) | quantised_tables(config, tensors)).items():
@@ -212,13 +212,13 @@ def is_float32(name: str) -> bool:
 
 
 def least_tensors(config: ModelConfig) -> int:
-    """How many tensors there are at the least, without naming them: those of the experts."""
+    """Return a lower bound of the number of tensors, counting the experts' without naming them."""
     experts = sum(config.experts_of(spec.role)[0] for spec in layer_specs(config))
     return experts * len(("w1", "w2", "w3"))
 
 
 def count_values(config: ModelConfig) -> int:
-    """Elements of all tensors, scales not counted; experts are not named one by one."""
+    """Count the elements of all tensors without scales; experts are not named one by one."""
     total = sum(math.prod(expected.shape) for expected in expected_plain(config).values())
     for spec in layer_specs(config):
         experts = config.experts_of(spec.role)[0]
@@ -239,7 +239,7 @@ def _blocks(config: ModelConfig) -> Iterator[tuple[str, LayerSpec]]:
 
 
 def _dspark_linears(config: ModelConfig) -> dict[str, LinearShape]:
-    """What the first stage has besides a decoder layer."""
+    """Return linear layers of the first stage in addition to a decoder layer's."""
     if config.dspark is None or not config.draft_layers:
         return {}
     d, taps = config.hidden_size, len(config.dspark.target_layer_ids)
@@ -322,7 +322,7 @@ def _block_plain(config: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Ex
 
 
 def _dspark_plain(config: ModelConfig, dspark: DSparkConfig) -> dict[str, Expected]:
-    """What the first and the last stage have besides a decoder layer."""
+    """Return tensors of the first and the last stage in addition to a decoder layer's."""
     d, rank = config.hidden_size, dspark.markov_rank
     last = f"mtp.{dspark.stages - 1}."
     table = Expected((config.vocab_size, rank), FLOAT_DTYPES)

@@ -1,12 +1,12 @@
-"""Render chat templates in a process of its own, with little time and memory.
+"""A process that renders chat templates within limits of time and memory.
 
 Run as ``python -m anymla.model.template_process``, with the seconds of CPU time, mebibytes and
 characters that a template may use; ``chat_template`` starts it, and talks to it over its standard
-streams. A template is a stranger's program. jinja's sandbox keeps it from Python's insides, but
-neither from ``'x' * 10**9`` nor from loops within loops, of which there are too many kinds to look
-for: the system's own limits hold for all of them.
+streams. A template is an untrusted program. jinja's sandbox keeps it from Python's internals, but
+not from ``'x' * 10**9`` or nested loops. Such attacks have too many forms to detect, so the
+system's own limits apply to all of them.
 
-The names that a template finds here are transformers': jinja's own, and those of ``_environment``.
+Templates see transformers' names: jinja's own, and those of ``_environment``.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _MOST_SAID = 300
 
 try:
     import resource
-except ModuleNotFoundError:  # Windows has no such limits; the caller's clock is left
+except ModuleNotFoundError:  # Windows has no such limits; the caller's timeout remains
     resource = None  # type: ignore[assignment]
 
 
 class _Refusal(Exception):
-    """What a template does beyond its bounds."""
+    """A template's attempt to exceed its bounds."""
 
 
 class _Dict:
-    """``dict`` in templates: makes dicts, and is no class whose insides lead elsewhere."""
+    """``dict`` in templates: makes dicts, and is no class whose attributes lead elsewhere."""
 
     def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
-        """A new dict."""
+        """Return a new dict."""
         return dict(*args, **fields)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """A new dict of keys with one value."""
+        """Return a new dict of keys with one value."""
         return dict.fromkeys(*args)
 
 
@@ -74,12 +74,12 @@ def _check_name(name: Any) -> None:
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks what an assistant has said for a training run."""
+    """``{% generation %}``, which marks an assistant's text for a training run."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
 
     def parse(self, parser: Parser) -> Node:
-        """A block that is what it holds, with a scope of its own."""
+        """Return a block that renders its contents, with a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_held"), [], [], body).set_lineno(line)
@@ -130,10 +130,10 @@ class Renderer:
     """Renders templates; the last one stays compiled."""
 
     def __init__(self, most: int) -> None:
-        """Nothing is compiled yet.
+        """Compile nothing yet.
 
         Args:
-            most: characters that a text may have.
+            most: largest number of characters of a text.
         """
         self._most = most
         self._environment = _environment()
@@ -141,7 +141,7 @@ class Renderer:
         self._template: jinja2.Template | None = None
 
     def __call__(self, source: str, variables: dict[str, Any]) -> tuple[int, str]:
-        """``RENDERED`` and a template's text, or ``REFUSED`` and why there is none, in one line."""
+        """Return ``RENDERED`` and a template's text, or ``REFUSED`` and the reason in one line."""
         try:
             if self._template is None or source != self._source:
                 self._template = None
@@ -174,7 +174,7 @@ def _said(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> int | None:
-    """The template's line in which an error came up."""
+    """Return the line of the template in which an error was raised."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -192,7 +192,7 @@ def _limit_memory(mebibytes: int) -> None:
 
 @contextlib.contextmanager
 def _limited_time(seconds: float) -> Iterator[None]:
-    """Let the system end the process when its work has taken so much CPU time."""
+    """Let the system end the process once the block has used this CPU time."""
     if not hasattr(signal, "setitimer"):
         yield
         return
@@ -206,7 +206,7 @@ def _limited_time(seconds: float) -> Iterator[None]:
 def _serve(source: BinaryIO, sink: BinaryIO, seconds: float, characters: int) -> None:
     renderer = Renderer(characters)
     while size := source.read(8):
-        # From the process that started this one.
+        # The words come from the process that started this one.
         template, variables = pickle.loads(source.read(int.from_bytes(size, "little")))
         try:
             with _limited_time(seconds):

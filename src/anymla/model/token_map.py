@@ -1,4 +1,4 @@
-"""Token ids after normalisation: tokens that read alike are one, as Engram's n-grams see them."""
+"""Token ids after normalisation, in which Engram's n-grams are hashed; equal texts share an id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anymla.model.config import ConfigError, ModelConfig
 from anymla.model.tokenizer_config import TokenizerError
 from anymla.model.tokenizer_file import read_tokenizer
 
-# A single space is kept from being stripped: it stands for itself.
+# Stand-in that protects a token of a single space from stripping.
 _LONE_SPACE = "\ue000"
 _REPLACEMENT = "\ufffd"
 
@@ -21,18 +21,18 @@ _REPLACEMENT = "\ufffd"
 def token_map(directory: str | Path, config: ModelConfig) -> Tensor:
     """Map every token id to the number of its normalised text, int64 [vocab].
 
-    The text of a single token is normalised (compatibility forms, accents and case dropped, runs of
-    blanks as one space, blanks at the ends dropped); a token that is no whole character keeps its
-    own name. Numbers are given in the order in which texts are first met.
+    The text of a single token is normalised: compatibility forms, accents and case are dropped,
+    runs of blanks become one space, and blanks at the ends are dropped. A token that is no whole
+    character keeps its own name. Texts are numbered in order of first occurrence.
 
     Args:
-        directory: with ``tokenizer.json``.
-        config: of a model with Engram.
+        directory: directory with ``tokenizer.json``.
+        config: configuration of a model with Engram.
 
     Raises:
-        TokenizerError: no ``tokenizer.json``, or it cannot be read.
-        ConfigError: another number of texts than the configuration says, on which hashes depend; or
-            fewer tokens than the vocabulary has.
+        TokenizerError: there is no ``tokenizer.json``, or it cannot be read.
+        ConfigError: the number of texts differs from the configuration's, on which hashes depend;
+            or there are fewer tokens than the vocabulary has.
     """
     assert config.engram is not None
     path = Path(directory) / "tokenizer.json"
@@ -47,13 +47,13 @@ def token_map(directory: str | Path, config: ModelConfig) -> Tensor:
             f"config: engram_compressed_vocab_size is {config.engram.tokens}, but {path.name} has "
             f"{count} tokens after normalisation"
         )
-    # Ids without a token are never in a text.
+    # Ids without a token never occur in a text.
     pad = found[config.engram.pad_token] if config.engram.pad_token < len(found) else 0
     return torch.tensor(found + [pad] * (config.vocab_size - len(found)))
 
 
 def normalised_tokens(inner: tokenizers.Tokenizer, count: int) -> list[int]:
-    """The numbers of the first tokens' texts; see ``token_map``."""
+    """Return the numbers of the first ``count`` tokens' texts; see ``token_map``."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(_key(inner, token), len(numbers)) for token in range(count)]
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, one id at a time if wanted."""
+"""Conversion of text to token ids and back, also one id at a time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from anymla.model.tokenizer_file import TOKENIZER_FILE, library_errors, read_tok
 
 __all__ = ["TextStream", "Tokenizer", "TokenizerError", "byte_letters"]
 
-# An encoder takes some microseconds a byte; a pattern that backtracks has no end.
+# An encoder takes some microseconds a byte; a pattern that backtracks may never end.
 _SECONDS, _SECONDS_A_BYTE = 5.0, 20e-6
-# Bytes of a text that are counted at a time; a text, and a token of it, that is not long.
+# Bytes of text that are counted at a time; size of a text, and of its tokens, that is always
+# encoded.
 _PIECE, _SHORT_TEXT, _SHORT_TOKEN = 1 << 16, 1 << 18, 8
 
 
@@ -30,8 +31,8 @@ class Tokenizer:
     """A checkpoint's byte-level tokenizer.
 
     Attributes:
-        bos_token_id: put in front of every text, or None if the checkpoint does not ask for it.
-        vocab_size: number of ids it knows.
+        bos_token_id: id put before every text, or None if the checkpoint does not ask for it.
+        vocab_size: number of token ids.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, bos_token_id: int | None) -> None:
@@ -45,12 +46,12 @@ class Tokenizer:
     def from_dir(cls, directory: str | Path) -> Tokenizer:
         """Read ``tokenizer.json`` and, for its special tokens, ``tokenizer_config.json``.
 
-        Texts become the ids that transformers gives them. Truncation, padding and dropout that a
-        training run has left in the file are not of the tokenizer, and do not count.
+        Texts become the ids that transformers gives them. Truncation, padding and dropout, which a
+        training run may have left in the file, are ignored.
 
         Raises:
-            TokenizerError: no ``tokenizer.json``, unreadable, not byte-level, or a burden: see
-                ``read_tokenizer``.
+            TokenizerError: ``tokenizer.json`` is absent, unreadable, not byte-level, or too
+                expensive: see ``read_tokenizer``.
         """
         inner, fields = read_tokenizer(directory)
         path, decoder = Path(directory) / TOKENIZER_FILE, fields.get("decoder")
@@ -61,19 +62,19 @@ class Tokenizer:
         return cls(inner, _leading_token(inner, config, path.with_name(CONFIG_FILE)))
 
     def encode(self, text: str, *, leading: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a text.
+        """Encode a text as token ids.
 
         Args:
-            text: the text; special tokens may be written out in it.
-            leading: put the leading token in front, if the checkpoint asks for one. What a chat
-                template has written holds it already.
-            most: tokens that are of use. A text that has far more is refused without reading it to
-                its end; one that has a few more is not.
+            text: text to encode, in which special tokens may be spelled out.
+            leading: True to put the leading token first, if the checkpoint asks for one. The output
+                of a chat template contains it already.
+            most: number of useful tokens. A text with far more is refused without encoding all of
+                it; one with a few more is not.
 
         Raises:
             TokenizerError: the tokenizer cannot encode it.
-            ValueError: a text that has no UTF-8, characters that the vocabulary would drop, or far
-                more tokens than ``most``.
+            ValueError: the text has no UTF-8 form, characters that the vocabulary would drop, or
+                far more tokens than ``most``.
         """
         try:
             written = text.encode()
@@ -92,10 +93,10 @@ class Tokenizer:
         return ids
 
     def _ids(self, text: str, *, leading: bool) -> list[int]:
-        """The library's ids, which are waited for as long as any pattern in order may take."""
+        """Return the library's ids, within a time limit that any sound pattern keeps."""
         seconds = _SECONDS + len(text) * _SECONDS_A_BYTE
         with library_errors("the tokenizer cannot encode the text"):
-            # Of a batch, because only that lets the interpreter go on meanwhile.
+            # Encoded as a batch, because only that releases the interpreter lock.
             (encoded,) = within(
                 seconds,
                 lambda: self._inner.encode_batch_fast([text], add_special_tokens=leading),
@@ -105,9 +106,9 @@ class Tokenizer:
         return ids
 
     def _refuse_long(self, text: str, most: int) -> None:
-        """Raise ValueError if the pieces of a text have twice as many tokens as are of use.
+        """Raise ValueError if the pieces of a text have twice as many tokens as ``most``.
 
-        Where it is cut, a piece has other tokens than the text, but only a few.
+        Cutting a text into pieces changes its tokens at the cuts, but only a few.
         """
         count = 0
         for start in range(0, len(text), _PIECE):
@@ -118,15 +119,15 @@ class Tokenizer:
                 )
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of token ids; special and unknown ids give nothing, bad UTF-8 gives U+FFFD."""
+        """Decode token ids; special and unknown ids give nothing, bad UTF-8 gives U+FFFD."""
         stream = self.stream()
         return "".join([stream.push(token) for token in token_ids]) + stream.finish()
 
     def stream(self, shown: Iterable[str] = ()) -> TextStream:
-        """A decoder for ids that arrive one at a time.
+        """Create a decoder for ids that arrive one at a time.
 
         Args:
-            shown: special tokens that are written out where they come.
+            shown: special tokens that are written out where they occur.
         """
         spelled = {
             token_id: token.encode()
@@ -136,36 +137,36 @@ class Tokenizer:
         return TextStream(self._bytes | spelled)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its spelling, or None."""
+        """Return the id of a token by its spelling, or None."""
         token_id: int | None = self._inner.token_to_id(token)
         return token_id
 
 
 class TextStream:
-    """Decodes ids as they come, holding back the bytes of characters that are not complete."""
+    """Decodes ids one at a time, holding back the bytes of incomplete characters."""
 
     def __init__(self, token_bytes: dict[int, bytes]) -> None:
         self._bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The characters that this id completes, maybe none."""
+        """Return the characters that this id completes, maybe none."""
         return self._decoder.decode(self._bytes.get(token_id, b""))
 
     def finish(self) -> str:
-        """What is left: U+FFFD if the last character never became complete."""
+        """Return the rest: U+FFFD if the last character is incomplete."""
         return self._decoder.decode(b"", final=True)
 
 
 def _token_bytes(inner: tokenizers.Tokenizer) -> dict[int, bytes]:
-    """The bytes that each id stands for; special tokens stand for none."""
+    """Return the bytes that each id stands for; special tokens stand for none."""
     added = inner.get_added_tokens_decoder()
     letters = byte_letters()
     byte_of = {letter: byte for byte, letter in enumerate(letters)}
     out: dict[int, bytes] = {}
     for token, token_id in inner.get_vocab(with_added_tokens=True).items():
         if token_id in added:
-            # What was special once stays so to the library, whatever the entry says by now.
+            # The library treats a token that was special as special, whatever the entry says now.
             out[token_id] = token.encode() if inner.decode([token_id]) else b""
         else:
             out[token_id] = bytes(byte_of[letter] for letter in token if letter in byte_of)
@@ -173,7 +174,7 @@ def _token_bytes(inner: tokenizers.Tokenizer) -> dict[int, bytes]:
 
 
 def byte_letters() -> list[str]:
-    """The printable character that byte-level vocabularies write for each of the 256 bytes.
+    """Return the printable character that byte-level vocabularies write for each of the 256 bytes.
 
     Printable Latin-1 characters stand for themselves, the other bytes, in order, for the
     characters from U+0100 on. (The convention of GPT-2's ``encoder.json``.)

@@ -1,4 +1,4 @@
-"""Tokens that ``tokenizer_config.json`` names and adds, as transformers reads it."""
+"""Tokens that ``tokenizer_config.json`` names and adds, read as transformers does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from anymla.formats.untrusted import Refused, read_object
 
 CONFIG_FILE = "tokenizer_config.json"
-# The same, of tokenizers that were saved before added_tokens_decoder was.
+# File with the same names, in tokenizers saved before added_tokens_decoder existed.
 _MAP_FILE = "special_tokens_map.json"
 _MOST_BYTES = 32 << 20
 _NAMED = (
@@ -32,13 +32,13 @@ class TokenizerError(ValueError):
 
 
 def read_tokenizer_config(directory: str | Path) -> dict[str, Any]:
-    """The object in ``tokenizer_config.json``, with what ``special_tokens_map.json`` adds to it.
+    """Read ``tokenizer_config.json``, completed by ``special_tokens_map.json``.
 
     Returns:
-        Its fields; none without either file.
+        Fields of both files; {} without either file.
 
     Raises:
-        TokenizerError: a file that cannot be read.
+        TokenizerError: a file cannot be read.
     """
     config = _object(Path(directory) / CONFIG_FILE)
     if "added_tokens_decoder" not in config:
@@ -47,17 +47,17 @@ def read_tokenizer_config(directory: str | Path) -> dict[str, Any]:
 
 
 def token_text(value: Any) -> str | None:
-    """A token's text, which is written as a string or as an object with "content"."""
+    """Return a token's text, which is written as a string or as an object with "content"."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Texts by name ("bos_token", ...), with the names that the file itself gives to tokens.
+    """Return texts by name ("bos_token", ...), including names that the file itself defines.
 
     Args:
-        config: as ``read_tokenizer_config`` returns it.
+        config: result of ``read_tokenizer_config``.
     """
     found = {name: text for name in _NAMED if (text := token_text(config.get(name))) is not None}
     own = {name: value for name, value in config.items() if name.endswith("_token")}
@@ -69,13 +69,13 @@ def named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Make tokens that the file lists or names whole wherever they stand in a text.
+    """Make listed or named tokens indivisible wherever they occur in a text.
 
     A token that is not in the vocabulary is added only under the id that the file gives it.
 
     Args:
-        inner: the library's tokenizer, changed in place.
-        config: as ``read_tokenizer_config`` returns it.
+        inner: tokenizer of the library, changed in place.
+        config: result of ``read_tokenizer_config``.
     """
     known = {token.content: token for token in inner.get_added_tokens_decoder().values()}
     listed = dict(_listed(config.get("added_tokens_decoder")))
@@ -94,7 +94,7 @@ def add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        # model_max_length is 10^30 where nobody has set one.
+        # model_max_length is 10^30 if nobody has set it.
         return read_object(path, _MOST_BYTES, wide=True)
     except FileNotFoundError:
         return {}
@@ -106,7 +106,7 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def _listed(value: Any) -> Iterator[tuple[int, AddedToken]]:
-    """Ids and tokens of ``added_tokens_decoder``; entries of another form are passed over."""
+    """Yield ids and tokens of ``added_tokens_decoder``; entries of another form are skipped."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         text = token_text(entry) if isinstance(entry, dict) else None
         if text and name.isascii() and name.isdigit() and len(name) < 12:

@@ -1,8 +1,8 @@
-"""Read the part of ``tokenizer.json`` that belongs to the tokenizer, within bounds.
+"""Reader of the part of ``tokenizer.json`` that belongs to the tokenizer, within bounds.
 
-The file also holds state of the run that wrote it. Truncation and padding are for batches of a
-training run, and BPE dropout makes it read a text in another way each time; none of them is part of
-the tokenizer, and transformers and vLLM leave truncation and padding aside as well.
+The file may also hold state of the run that wrote it. Truncation and padding are for batches of a
+training run, and BPE dropout makes encodings random. None of them belongs to the tokenizer, and
+transformers and vLLM ignore truncation and padding as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anymla.formats.untrusted import Refused, parse_object, read_bytes
 from anymla.model.tokenizer_config import TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
-# Several times what the largest known tokenizers have (Gemma 3: 33 MB, 262,144 tokens).
+# A limit several times the size of the largest known tokenizers (Gemma 3: 33 MB, 262,144 tokens).
 _MOST_BYTES = 64 << 20
 _MOST_TOKENS = 1 << 20
 _MOST_MERGES = 1 << 21
@@ -33,11 +33,11 @@ _T = TypeVar("_T")
 
 
 def read_tokenizer(directory: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The library's tokenizer of a checkpoint's directory, and the object in its file.
+    """Read the library's tokenizer from a checkpoint's directory, and the object in its file.
 
     Raises:
-        TokenizerError: no ``tokenizer.json``, one that cannot be read, or one that no model can
-            need: too large, or with rules that blow up what they are given.
+        TokenizerError: ``tokenizer.json`` is absent, cannot be read, or exceeds every model's
+            needs: it is too large, or has rules that inflate their input.
     """
     path = Path(directory) / TOKENIZER_FILE
     try:
@@ -63,7 +63,7 @@ def read_tokenizer(directory: str | Path) -> tuple[tokenizers.Tokenizer, dict[st
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turn what the library raises into ``TokenizerError``: bare Exceptions, and Rust's panics."""
+    """Convert the library's errors to ``TokenizerError``: bare Exceptions, and Rust's panics."""
     try:
         yield
     except BaseException as error:
@@ -74,17 +74,17 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def within(seconds: float, work: Callable[[], _T], late: str) -> _T:
-    """The result of work that nothing can interrupt, if it comes in time.
+    """Return the result of work that cannot be interrupted, if it comes in time.
 
-    Work that is late goes on in a thread that nobody waits for.
+    Late work goes on in a thread whose result is dropped.
 
     Args:
-        seconds: seconds to wait for it.
-        work: a call that releases the interpreter while it runs.
-        late: text of the error for work that is late.
+        seconds: time limit in seconds.
+        work: function that releases the interpreter lock while it runs.
+        late: text of the error for late work.
 
     Raises:
-        TokenizerError: it is late.
+        TokenizerError: the work is late.
     """
     results: list[_T] = []
     errors: list[BaseException] = []
@@ -92,7 +92,7 @@ def within(seconds: float, work: Callable[[], _T], late: str) -> _T:
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # Rust's panics too; it is raised where the result is wanted
+        except BaseException as error:  # includes Rust's panics; raised again in the waiting thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name="anymla-tokenizer", daemon=True)
@@ -106,7 +106,7 @@ def within(seconds: float, work: Callable[[], _T], late: str) -> _T:
 
 
 def _check_sizes(path: Path, fields: dict[str, Any]) -> None:
-    """Raise TokenizerError for what would take much time or memory to load or to use."""
+    """Raise TokenizerError for sizes that take much time or memory to load or to use."""
     model, added = fields.get("model"), fields.get("added_tokens")
     if isinstance(model, dict):
         for name, most in (("vocab", _MOST_TOKENS), ("merges", _MOST_MERGES)):
@@ -129,7 +129,7 @@ def _check_sizes(path: Path, fields: dict[str, Any]) -> None:
 
 
 def _growth(normalizer: Any) -> float:
-    """How many characters a normaliser makes of one, at most, less Unicode's own forms."""
+    """Return the most characters that a normaliser makes of one, Unicode's own forms excluded."""
     if not isinstance(normalizer, dict):
         return 1
     kind = normalizer.get("type")
@@ -142,8 +142,8 @@ def _growth(normalizer: Any) -> float:
         content = len(str(normalizer.get("content", "")))
         pattern = normalizer.get("pattern")
         text = pattern.get("String") if isinstance(pattern, dict) else None
-        # An expression may match nothing, between any two characters.
+        # A pattern may match the empty string between any two characters.
         return max(1, content / len(text)) if isinstance(text, str) and text else 1 + content
     if kind == "Precompiled":
-        return math.inf  # its table says, which is not read here
+        return math.inf  # its table decides, which is not read here
     return 1

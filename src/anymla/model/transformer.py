@@ -1,4 +1,4 @@
-"""The whole network: embedding, decoder layers, head, and the draft layers behind them."""
+"""The whole network: embedding, decoder layers, head, and draft layers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from anymla.ops.linear.config import plain_backend
 
 
 class Transformer(nn.Module):
-    """DeepSeek-V4, or V4.1.
+    """The DeepSeek-V4 or V4.1 network.
 
     Attributes:
-        config: the checkpoint's configuration.
+        config: configuration of the checkpoint.
         layer_specs: one spec a layer, backbone first, then draft layers.
         dtype: dtype of the activations.
-        embedding: [vocab, hidden].
-        layers: the backbone.
+        embedding: weight [vocab, hidden].
+        layers: decoder layers of the backbone.
         head: collapses the streams after the last layer.
-        lm_head: float32, or the activations' dtype [vocab, hidden]; with several ranks, this one's
-            equal part of the rows, or all.
+        lm_head: [vocab, hidden] in float32 or the activations' dtype; with several ranks, this
+            rank's equal part of the rows, or all.
         drafts: MTP layers; may be empty.
         dspark: the DSpark drafter, or None.
-        ranks: the processes that share the network.
+        ranks: ranks that share the network.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embedding.device
 
     @property
     def engrams(self) -> list[Engram]:
-        """What reads n-grams: each needs its rows in ``Step.ngrams``."""
+        """Modules that read n-grams: each needs its rows in ``Step.ngrams``."""
         return [module for module in self.modules() if isinstance(module, Engram)]
 
     @property
     def leaving_streams(self) -> int:
-        """Streams of a token that ``forward`` returns."""
+        """Number of streams of a token that ``forward`` returns."""
         return 1 if self.config.family.delayed else self.config.hc_mult
 
     def reserve(self, max_seq_len: int) -> list[Tensor]:
         """Make the rotary tables cover a length, so that shorter steps never replace them.
 
         Returns:
-            The tables; whoever records their addresses must keep them.
+            The tables, which must stay alive wherever their addresses are recorded.
         """
         return [
             module.rope.table_for(max_seq_len)
@@ -110,23 +110,21 @@ class Transformer(nn.Module):
         """Run the backbone.
 
         Args:
-            step: the batch.
-            caches: one a backbone layer; written.
-            only: run these layers; None for all.
-            taps: what a DSpark drafter wants of it, written; those of layers that do not run hold
-                anything.
+            step: metadata of the batch.
+            caches: one for each backbone layer, written.
+            only: indices of the layers to run; None for all.
+            taps: taps of a DSpark drafter, written; undefined for layers that do not run.
 
         Returns:
-            [T, N, hidden], the streams after the last layer; [T, 1, hidden] where the head needs no
-            more of them.
+            [T, N, hidden], streams after the last layer; [T, 1, hidden] if the head needs only one.
         """
-        # All streams begin as the same rows, which are there once.
+        # All streams start equal, so they are a view of one row.
         h = self.embed(step.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         streams = Streams(h)
         tapped = Taps.nothing if taps is None else taps.entering
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if only is None or index in only:
-                # A layer's output is returned to the streams where the next one begins.
+                # The next layer's first site returns a layer's output to the streams.
                 streams = layer(streams, step, cache, tapped(index))
         streams = Streams(streams.flush(self.backend), pre=streams.pre)
         if (leaving := tapped(len(self.layers))) is not None:
@@ -134,9 +132,9 @@ class Transformer(nn.Module):
         return self.head.leave(streams)
 
     def kinds_of_layers(self) -> list[int]:
-        """The first layer of every kind: which attention, and how it routes.
+        """Return one layer of every kind of attention and routing.
 
-        With those that they share something of.
+        The layers whose caches or selections they share are included.
         """
         first: dict[tuple[object, ...], int] = {}
         needed: set[int] = set()
@@ -154,25 +152,25 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def logits(self, h: Tensor) -> Tensor:
-        """Next-token logits, float32 [n, vocab], of backbone streams [n, N, hidden]."""
+        """Compute next-token logits, float32 [n, vocab], from backbone streams [n, N, hidden]."""
         return self._logits(self.head(h))
 
     @torch.no_grad()
     def best(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """The most probable next tokens of backbone streams, the same on all ranks.
+        """Return the most probable next tokens of backbone streams, the same on all ranks.
 
         Args:
-            h: [n, N, hidden].
+            h: backbone streams [n, N, hidden].
 
         Returns:
-            Tokens int64 [n], ``vocab_size`` where logits have no finite largest, and their
+            Tokens int64 [n], ``vocab_size`` if no finite logit is the largest, and their natural
             log-probabilities [n].
         """
         return self._best(self._logits_here(self.head(h)))
 
     @torch.no_grad()
     def best_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """``best`` of logits [n, vocab]."""
+        """Return the ``best`` tokens of logits [n, vocab]."""
         choice = self._choice(logits)
         tokens, logprobs = ALONE.best(choice, first=0, vocab=self.config.vocab_size)
         return tokens if self._shares_vocabulary else self.ranks.agreed(tokens), logprobs
@@ -186,19 +184,19 @@ class Transformer(nn.Module):
         Args:
             h: [T, N, hidden], backbone streams, or this layer's own output for a further draft.
             next_ids: int64 [T], the token that follows each position.
-            step: the batch at the positions of ``h``.
-            cache: the draft layer's caches; written.
-            draft: which draft layer.
+            step: metadata of the batch at the positions of ``h``.
+            cache: caches of the draft layer, written.
+            draft: index of the draft layer.
 
         Returns:
-            [T, N, hidden], to be read by ``mtp_logits``.
+            [T, N, hidden] streams, the input of ``mtp_logits``.
         """
         out: Tensor = self.drafts[draft](h, self.embed(next_ids), step, cache)
         return out
 
     @torch.no_grad()
     def mtp_logits(self, h: Tensor, draft: int = 0) -> Tensor:
-        """Logits, float32 [n, vocab], of a draft layer's streams [n, N, hidden]."""
+        """Compute logits, float32 [n, vocab], from a draft layer's streams [n, N, hidden]."""
         layer = self.drafts[draft]
         assert isinstance(layer, DraftLayer)
         return self._logits(layer.head(h))
@@ -214,11 +212,11 @@ class Transformer(nn.Module):
         """Run the DSpark drafter's blocks; see ``BlockDrafter.forward``.
 
         Args:
-            step: its token ids are an anchor and noise tokens, block after block.
-            caches: one a stage.
+            step: metadata whose token ids are an anchor and noise tokens, block after block.
+            caches: one for each stage.
 
         Returns:
-            [T, hidden].
+            [T, hidden] collapsed streams.
         """
         assert self.dspark is not None
         out: Tensor = self.dspark(self.embed(step.token_ids), step, caches)
@@ -228,12 +226,12 @@ class Transformer(nn.Module):
     def guess_block(
         self, h: Tensor, anchors: Tensor, choose: Callable[[Tensor, int], Tensor]
     ) -> BlockGuess:
-        """Guess the tokens behind the anchors.
+        """Guess the tokens after the anchors.
 
         Args:
-            h: [R, n, hidden], the first rows of each block as ``block_forward`` returned them.
-            anchors: int64 [R].
-            choose: from logits [R, vocab] of guess i, and i, to ids int64 [R]; see
+            h: [R, n, hidden], first rows of each block's result of ``block_forward``.
+            anchors: int64 [R] token ids.
+            choose: function from logits [R, vocab] of guess i, and i, to ids int64 [R]; see
                 ``MarkovHead.guess``.
         """
         assert self.dspark is not None
@@ -248,9 +246,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def guess_best_block(self, h: Tensor, anchors: Tensor) -> Tensor:
-        """The best guesses behind the anchors, int64 [R, n]; see ``guess_block``.
+        """Return the best guesses after the anchors, int64 [R, n]; see ``guess_block``.
 
-        Nobody has the logits of the whole vocabulary.
+        No rank assembles the logits of the whole vocabulary.
         """
         assert self.dspark is not None
         markov = self.dspark.markov
@@ -263,32 +261,32 @@ class Transformer(nn.Module):
         return tokens
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings [T, hidden] of int64 ids [T], in the activations' dtype."""
+        """Return embeddings [T, hidden] of int64 ids [T], in the activations' dtype."""
         return self.embedding[token_ids].to(self.dtype)
 
     @property
     def _shares_vocabulary(self) -> bool:
-        """Whether each rank has the logits of a part of the vocabulary."""
+        """True if each rank has the logits of a part of the vocabulary."""
         return len(self.lm_head) < self.config.vocab_size
 
     def _logits_here(self, x: Tensor) -> Tensor:
-        """This rank's logits, float32, of normed streams [..., hidden]."""
+        """Compute this rank's logits, float32, from normed streams [..., hidden]."""
         out: Tensor = linear_float32(x, self.lm_head, backend=plain_backend(self.backend))
-        # No text goes on behind a piece of an image.
+        # A piece of an image is never generated.
         return out if self._images is None else out.index_fill_(-1, self._images, -torch.inf)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._whole(self._logits_here(x))
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, of those that this rank has."""
+        """Gather the logits of the whole vocabulary from all ranks' parts."""
         return self.ranks.gathered(logits) if self._shares_vocabulary else logits
 
     def _choice(self, logits: Tensor, *term: Tensor) -> Best:
         return best_logits(logits, *term, backend=self.backend)
 
     def _best(self, logits: Tensor, *term: Tensor) -> tuple[Tensor, Tensor]:
-        """The best tokens of this rank's logits and the others', with a low-rank term added."""
+        """Return the best tokens over all ranks' logits, with a low-rank term added."""
         choice, vocab = self._choice(logits, *term), self.config.vocab_size
         if self._shares_vocabulary:
             first = self.ranks.rank * len(self.lm_head)

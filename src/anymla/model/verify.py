@@ -1,4 +1,4 @@
-"""Comparing what a checkpoint holds with what its configuration needs, before anything is built."""
+"""Comparison of a checkpoint with the needs of its configuration, before anything is built."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from anymla.model.schema import (
     weight_kind,
 )
 
-# Values of a tensor that is read as a whole before the model is built.
+# Largest number of values of a tensor that is checked for NaN before the model is built.
 _SMALL = 1 << 20
 
-# What ``expert_dtype`` may mean; NVIDIA's releases keep the "fp4" of what they were made of.
+# Meanings of ``expert_dtype``; NVIDIA's releases keep the "fp4" of their originals.
 EXPERT_KINDS: dict[str, tuple[WeightKind, ...]] = {
     "fp4": ("mxfp4", "nvfp4"),
     "fp8": ("fp8",),
@@ -40,12 +40,12 @@ EXPERT_ALGORITHMS: dict[str, WeightKind] = {"NVFP4": "nvfp4", "MXFP4": "mxfp4"}
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """How a checkpoint differs from what its configuration needs.
+    """Differences between a checkpoint and the needs of its configuration.
 
     Attributes:
-        missing: names that must be there.
-        unexpected: names that nothing reads.
-        wrong: one sentence each: tensors of another shape, dtype, kind or value.
+        missing: names of tensors that must be present.
+        unexpected: names of tensors that nothing reads.
+        wrong: one sentence for each tensor of another shape, dtype, kind or value.
     """
 
     missing: tuple[str, ...]
@@ -54,11 +54,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint can be loaded."""
+        """True if the checkpoint can be loaded."""
         return not (self.missing or self.unexpected or self.wrong)
 
     def summary(self) -> str:
-        """One line that names the first tensors of each sort."""
+        """Describe the report in one line that names the first tensors of each sort."""
         parts = [f"missing {enumerate_some(self.missing)}"] if self.missing else []
         if self.unexpected:
             parts.append(f"unexpected {enumerate_some(self.unexpected)}")
@@ -71,11 +71,11 @@ def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
     """Compare names, shapes, dtypes, kinds of linear layers, and the values of scales and tables.
 
     Args:
-        checkpoint: the files.
-        config: of the same directory, see ``drafts.present_config``.
+        checkpoint: files of the checkpoint.
+        config: configuration in the same directory, see ``drafts.present_config``.
 
     Raises:
-        CheckpointError: the configuration is of another size altogether; nothing can be listed.
+        CheckpointError: the configuration has another size altogether, so that no list is useful.
     """
     found = verify_names(checkpoint, config)
     wrong = [*found.wrong, *_wrong_kinds(checkpoint, config)]
@@ -85,7 +85,7 @@ def verify(checkpoint: Checkpoint, config: ModelConfig) -> Report:
 
 
 def verify_names(checkpoint: Checkpoint, config: ModelConfig) -> Report:
-    """``verify`` of names, shapes and dtypes alone, for which no values need be there."""
+    """Run ``verify`` for names, shapes and dtypes alone, without reading values."""
     least = least_tensors(config)
     if least > 10 * len(checkpoint) + 10_000:
         raise CheckpointError(
@@ -107,7 +107,8 @@ def require_loadable(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Raise unless ``verify`` finds nothing.
 
     Raises:
-        CheckpointError: one line that names what is missing, unexpected or wrong.
+        CheckpointError: tensors are missing, unexpected or wrong; the message names them in one
+            line.
     """
     report = verify(checkpoint, config)
     if not report.ok:
@@ -115,7 +116,7 @@ def require_loadable(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def _is_finite(name: str, values: Tensor) -> bool:
-    """Whether all are numbers; a sink of -inf is one that takes no share."""
+    """True if no value is NaN or infinite; a sink of -inf is allowed, as one without weight."""
     if not values.is_floating_point():
         return True
     fine = values.isfinite()
@@ -125,7 +126,7 @@ def _is_finite(name: str, values: Tensor) -> bool:
 
 
 def _wrong_kinds(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
-    """Linear layers stored in a kind that cannot be read there, or that the config denies."""
+    """List linear layers in a kind that cannot be read there, or that contradicts the config."""
     wrong = []
     expert_kinds: dict[str, set[WeightKind]] = defaultdict(set)
     declared, said = _declared_experts(config)
@@ -139,7 +140,7 @@ def _wrong_kinds(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
         elif kind != "plain" and config.quantization is None:
             wrong.append(f"{prefix} is stored as {kind}, but config has no quantization_config")
         elif is_expert and prefix.startswith("layers.") and declared and kind not in declared:
-            # Drafters are converted, or left as they were, by themselves.
+            # Drafters are converted separately, or not at all.
             wrong.append(f"{prefix} is stored as {kind}, but config says {said}")
         if is_expert:
             expert_kinds[layer].add(kind)
@@ -156,9 +157,10 @@ def _linears(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, LinearSha
 
 
 def _declared_experts(config: ModelConfig) -> tuple[tuple[WeightKind, ...], str]:
-    """Kinds that the configuration allows for the backbone's experts, or none; and its words.
+    """Return the kinds allowed for the backbone's experts, or none, and the field's words.
 
-    Where nothing is quantised, ``expert_dtype`` is what it was before somebody decoded the experts.
+    In an unquantised checkpoint, ``expert_dtype`` is left over from before the experts were
+    decoded.
     """
     if config.quantization is None:
         return (), ""
@@ -170,9 +172,9 @@ def _declared_experts(config: ModelConfig) -> tuple[tuple[WeightKind, ...], str]
 
 
 def _wrong_values(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
-    """Scales that no quantiser writes, token tables beyond the experts, small tensors with NaN.
+    """List scales, token tables and small tensors whose values are invalid.
 
-    Large tensors are not read for this; what is wrong with them shows in the logits.
+    Large tensors are not read for this; faults in them show in the logits.
     """
     wrong = [
         f"{name} holds NaN or an infinity"

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors in the form that modules keep."""
+"""A checkpoint's tensors in the modules' form."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ ReadLinear = Callable[[str], PackedWeight]
 
 
 class Weights:
-    """Reads by name, wherever weights come from.
+    """Reads weights by name, from any source.
 
     Attributes:
-        read: a tensor by its checkpoint name, on the target device.
-        read_linear: a linear layer's weight by its prefix, on the target device.
-        dtype: dtype of the activations. Plain weights are kept in it; quantised ones as stored.
-        device: where they are.
-        quantize_activations: as the checkpoint asks, and only in reduced precision.
-        ranks: the processes that share the network.
-        rank_counts: numbers of ranks that heads and groups can be shared by.
-        backend: of the linear layers.
+        read: function from a tensor's checkpoint name to the tensor on the target device.
+        read_linear: function from a linear layer's prefix to its weight on the target device.
+        dtype: dtype of the activations and of plain weights; quantised weights stay as stored.
+        device: device of the weights.
+        quantize_activations: True if the checkpoint asks for it and the precision is reduced.
+        ranks: ranks that share the network.
+        rank_counts: numbers of ranks that can share heads and groups.
+        backend: name of the backend of the linear layers; None for the best.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Weights:
         rank_counts: Sequence[int],
         backend: str | None,
     ) -> None:
-        """See the attributes."""
+        """Keep the arguments as attributes."""
         self.read = read
         self.read_linear = read_linear
         self.dtype = dtype
@@ -55,7 +55,7 @@ class Weights:
     def linear(
         self, name: str, *, rows: range | None = None, columns: range | None = None
     ) -> Linear:
-        """A linear layer; formats with quantised activations quantise them as asked."""
+        """Read a linear layer; formats with quantised activations quantise them if required."""
         packed = self.packed(name, rows=rows, columns=columns)
         quantize = self.quantize_activations and packed.kind in ("fp8", "mxfp4")
         return Linear(packed, quantize_activations=quantize, backend=self.backend)
@@ -63,17 +63,19 @@ class Weights:
     def packed(
         self, name: str, *, rows: range | None = None, columns: range | None = None
     ) -> PackedWeight:
-        """A linear weight, or some of its outputs or inputs; plain ones in the activations' dtype.
+        """Read a linear weight or a part of its outputs or inputs; plain ones in the model's dtype.
 
         Raises:
-            ConfigError: the part cuts through values that share a scale; the message says which
-                numbers of ranks are possible.
+            ConfigError: the part cuts through values that share a scale; the message names the
+                possible numbers of ranks.
         """
         packed = self.read_linear(name)
         if self.ranks.size > 1:
             if rows is not None:
                 packed = self._part(name, packed.rows, rows)
-                if self.device.type != "cpu":  # mapped files may be looked into, memory is let go
+                # a view into a mapped file costs nothing, but on a device it would keep the whole
+                # weight alive
+                if self.device.type != "cpu":
                     packed = dataclasses.replace(packed, weight=packed.weight.clone())
             if columns is not None:
                 packed = self._part(name, packed.columns, columns)
@@ -86,7 +88,7 @@ class Weights:
     def of_expert(
         self, name: str, *, rows: range | None = None, columns: range | None = None
     ) -> PackedWeight:
-        """A routed expert's weight as stored, or some of its outputs or inputs."""
+        """Read a routed expert's weight as stored, or some of its outputs or inputs."""
         packed = self.read_linear(name)
         if rows is not None:
             packed = self._part(name, packed.rows, rows)
@@ -96,7 +98,7 @@ class Weights:
         return packed if columns is None else self._part(name, packed.columns, columns)
 
     def _part(self, name: str, cut: Callable[[range], PackedWeight], part: range) -> PackedWeight:
-        """This rank's part of a weight, of which all ranks have equal ones."""
+        """Return this rank's part of a weight, of which all ranks have equal parts."""
         try:
             return cut(part)
         except ValueError as error:
@@ -108,14 +110,15 @@ class Weights:
             ) from None
 
     def as_stored(self, name: str) -> Tensor:
-        """A linear weight as a tensor: plain ones as stored, others decoded to float32."""
+        """Read a linear weight as a tensor: plain ones as stored, others decoded to float32."""
         packed = self.read_linear(name)
         return packed.weight if packed.kind == "plain" else packed.dense(torch.float32)
 
     def vocabulary(self, prefix: str) -> Tensor:
-        """The embedding or the head: plain as stored, decoded if it is quantised.
+        """Read the embedding or the head: plain as stored, decoded if it is quantised.
 
-        To the activations' dtype where that is exact, by scales that are powers of two.
+        It is decoded to the activations' dtype if that is exact, that is if scales are powers of
+        two.
         """
         stored = self.read(f"{prefix}.weight")
         if stored.dtype.itemsize > 1:
@@ -125,11 +128,11 @@ class Weights:
         return packed.dense(self.dtype if exact else torch.float32)
 
     def float32(self, name: str) -> Tensor:
-        """A small tensor that the mathematics uses in float32."""
+        """Read a small tensor that is used in float32."""
         return self.read(name).float()
 
     def logits_weight(self, prefix: str, rows: range | None = None) -> Tensor:
-        """As stored where products of 16-bit operands have float32 results, else float32."""
+        """Read as stored if products of 16-bit operands have float32 results, else as float32."""
         stored = self.vocabulary(prefix)
         if rows is not None and len(rows) < len(stored):
             stored = stored[rows.start : rows.stop]
@@ -138,14 +141,14 @@ class Weights:
         return stored if as_stored else stored.float()
 
     def gate(self, name: str) -> Tensor:
-        """As stored where its products with the activations are exact in float32, else float32."""
+        """Read as stored if products with activations are exact in float32, else as float32."""
         stored = self.read(name)
         as_stored = self.device.type != "cpu" and stored.dtype == self.dtype
         return stored if as_stored else stored.float()
 
 
 def _comes_apart(cut: Callable[[range], PackedWeight], size: int, count: int) -> bool:
-    """True if a weight of so many rows or columns can be cut into so many equal parts."""
+    """True if a weight of ``size`` rows or columns can be cut into ``count`` equal parts."""
     try:
         for rank in range(count):
             cut(Ranks(rank, count).share(size))

@@ -1,8 +1,8 @@
-"""The step of a DSpark drafter's blocks: who sees what, and where the blocks' own rows go.
+"""The step of a DSpark drafter's blocks: rows that each token sees, and slots of block rows.
 
-A block's rows never enter the pages of its request. They lie in a cache that is the drafter's own,
-one page a block, and are forgotten with it; the request's pages hold rows of final positions only,
-so that nothing of a guess is ever taken back.
+A block's rows never enter the pages of its request. They lie in a cache of the drafter's own, one
+page a block, and are overwritten by the next block. The pages of a request hold rows of final
+positions only, so that a wrong guess leaves nothing to undo.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def block_step(
 
     The block of request r stands at positions last[r] + 1 .. last[r] + size and begins with its
     anchor. Each of its rows sees the context, positions max(0, last[r] - window + 1) .. last[r],
-    and all rows of the block: the window hangs on the block, not on the row.
+    and all rows of the block: the window is the same for all rows of a block.
 
     Args:
-        context: the window group, one row of its table a request.
-        anchors: int64 [R], the token at last + 1.
-        last: int64 [R], the last final position.
-        size: rows of a block; the blocks' cache has pages of so many.
-        noise_token_id: of all rows but the first.
-        window: positions of the context.
-        max_seq_len: no request is longer without its block.
-        present: bool [R], requests that are no padding; None: all.
-        backend: of the selection operation.
+        context: step metadata of the window group, one row of its block table a request.
+        anchors: int64 [R], token ids at positions last + 1.
+        last: int64 [R], position of each request's last final token.
+        size: rows of a block, which is also the page size of the blocks' cache.
+        noise_token_id: token id of all rows of a block but the first.
+        window: number of context positions that a block sees.
+        max_seq_len: longest request, its block not counted.
+        present: bool [R], False for padding requests; None if there is no padding.
+        backend: name of the backend of the selection operation; None for the best.
 
     Returns:
         A step of R * size tokens whose window rows are the blocks' (``Step.window``), in slots

@@ -1,4 +1,4 @@
-"""The block tables of one cache group: which page holds which tokens of which request."""
+"""The block tables of one cache group, which map a request's tokens to pages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from anymla.runtime.cache_groups import CacheGroup, ceil_div
 from anymla.runtime.page_pool import NULL_PAGE, PagePool
 from anymla.runtime.upload import upload
 
-# Rows of a table begin at multiples of 64 bytes, which kernels need to know as little about as
-# about the number of columns: they are compiled for multiples of 16, and for others.
+# Rows of a table begin at multiples of 64 bytes: Triton compiles a kernel once for sizes that are
+# multiples of 16 and once more for other sizes, so that padded rows and column counts need one
+# build.
 _COLUMN_STEP = 16
 
 
 def joint_tables(
     groups: Sequence[CacheGroup], *, max_requests: int, max_seq_len: int, device: torch.device
 ) -> tuple[Tensor, dict[str, range]]:
-    """The tables of all groups side by side, so that one access reaches a request's in all of them.
+    """Allocate the tables of all groups side by side, so that one access reaches a request in all.
 
     Returns:
-        int32 [max_requests + 1, columns], null pages, and the columns of each group by its name.
+        int32 [max_requests + 1, columns] filled with null pages, and by group name the columns that
+        belong to the group.
     """
     counts = [_in_steps(ceil_div(max_seq_len, group.tokens_per_page)) for group in groups]
     ends = list(accumulate(counts))
@@ -39,28 +41,28 @@ def joint_tables(
 
 
 class BlockTable:
-    """Tables int32 [max_requests + 1, columns] on the device, and the pages held, on the host.
+    """Block tables int32 [max_requests + 1, columns] on the device, and the pages held on the host.
 
     Column j of a row covers tokens j * tokens_per_page onwards. Columns without a page hold the
-    null page, so that a page returned to the pool is never named again; the last row, for requests
-    that are not there, never has one. Changes reach the device in one write per step, when the
+    null page, so that no column names a page that was returned to the pool. The last row serves
+    padding requests and never has a page. Changes reach the device in one write per step, when the
     tables are next read.
 
     Attributes:
-        joint_columns: columns of the joint tables that are this group's.
-        device_table: the tables, as of the last write.
+        joint_columns: range of columns of the joint tables that belong to this group.
+        device_table: int32 [max_requests + 1, columns], the tables as of the last write.
     """
 
     def __init__(
         self, group: CacheGroup, pool: PagePool, tables: Tensor, joint_columns: range
     ) -> None:
-        """Hold no pages.
+        """Start without pages.
 
         Args:
-            group: the cache group.
-            pool: the group's pages.
-            tables: see ``joint_tables``.
-            joint_columns: likewise.
+            group: cache group that the tables belong to.
+            pool: free pages of the group.
+            tables: int32 joint tables from ``joint_tables``.
+            joint_columns: the group's columns within ``tables``.
         """
         self.group = group
         self.pool = pool
@@ -75,11 +77,11 @@ class BlockTable:
         self._changes: dict[tuple[int, int], int] = {}
 
     def held(self, row: int) -> dict[int, int]:
-        """Column -> page of every page that ``row`` holds, those laid aside included."""
+        """Return column -> page of all pages of ``row``, those kept for a rewind included."""
         return self._kept[row] | dict(enumerate(self._pages[row], self._first[row]))
 
     def extend(self, row: int, length: int) -> None:
-        """Take pages until the complete entries of ``length`` tokens have a place."""
+        """Take pages until every complete entry of the first ``length`` tokens has a slot."""
         pages = self._pages[row]
         for column in range(self._first[row] + len(pages), self.group.pages(length)):
             page = self.pool.take()
@@ -87,15 +89,16 @@ class BlockTable:
             self._changes[row, column] = page
 
     def slide(self, row: int, confirmed: int, kept_at: int | None = None) -> None:
-        """Return the pages that tokens at ``confirmed`` and later do not read, or never take them.
+        """Return the pages that tokens at ``confirmed`` and later do not read.
 
-        The latter where a row begins in the middle, its tokens having been computed elsewhere.
+        For a row that begins at a later position, because its earlier tokens were computed
+        elsewhere, such pages are never taken.
 
         Args:
-            row: the request's row.
-            confirmed: tokens that are final.
-            kept_at: a length that ``rewind`` may go back to; pages that tokens from there on read
-                are laid aside. None for no such length.
+            row: row of the request.
+            confirmed: number of tokens that are final.
+            kept_at: length that ``rewind`` may return to; pages that tokens from there on read are
+                kept. None if there is no such length.
         """
         obsolete = self.group.obsolete_pages(confirmed)
         kept = range(0) if kept_at is None else self._columns_read(kept_at)
@@ -116,11 +119,11 @@ class BlockTable:
         return self.held(row).keys() >= set(self._columns_read(length))
 
     def rewind(self, row: int, length: int) -> None:
-        """Go back, or stay, at ``length`` tokens; pages that are not read from there are returned.
+        """Go back to ``length`` tokens, or stay there, and return the pages that are not read.
 
         Args:
-            row: the request's row.
-            length: a length that ``can_rewind``.
+            row: row of the request.
+            length: number of tokens for which ``can_rewind`` holds.
         """
         held = self.held(row)
         read = self._columns_read(length)
@@ -135,29 +138,29 @@ class BlockTable:
         self._first[row] = read.start
 
     def _columns_read(self, length: int) -> range:
-        """Columns with entries of the first ``length`` tokens that later tokens read."""
+        """Return the columns with entries of the first ``length`` tokens that later tokens read."""
         return range(self.group.obsolete_pages(length), self.group.pages(length))
 
     def rows(self, rows: Tensor, max_seq_len: int) -> Tensor:
-        """Tables of a step's requests.
+        """Return the tables of a step's requests.
 
         Args:
-            rows: int32 or int64 [R] on the device.
-            max_seq_len: longest of the requests; the tables are cut to what it needs.
+            rows: int32 or int64 [R] on the device, rows of the requests.
+            max_seq_len: longest of the requests in tokens; the tables are cut to its columns.
 
         Returns:
-            int32 [R, P], P at least 1.
+            int32 [R, P] page numbers, P at least 1.
         """
         self.write_changes()
         return self.device_table[:, : self.columns(max_seq_len)].index_select(0, rows)
 
     @property
     def num_changes(self) -> int:
-        """Changes that have not reached the device."""
+        """Number of changes that have not reached the device."""
         return len(self._changes)
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """The changes, for a caller that writes them: places in the joint tables, and pages."""
+        """Return and clear the changes: indices into the flat joint tables, and their new pages."""
         width, first = self._joint.shape[1], self.joint_columns.start
         places = [row * width + first + column for row, column in self._changes]
         pages = list(self._changes.values())
@@ -171,7 +174,7 @@ class BlockTable:
             self._joint.view(-1).scatter_(0, places.long(), pages)
 
     def host_rows(self, rows: list[int], max_seq_len: int) -> NDArray[np.int32]:
-        """``rows`` as a NumPy array, for a device that is the CPU."""
+        """Return ``rows`` of the tables as a NumPy array; the device must be the CPU."""
         table: NDArray[np.int32] = self.device_table.numpy()
         for where, page in self._changes.items():
             table[where] = page
@@ -182,7 +185,7 @@ class BlockTable:
         return table[rows, :columns]
 
     def columns(self, max_seq_len: int) -> int:
-        """Columns that requests of this length need, in steps of ``_COLUMN_STEP``."""
+        """Return the columns that requests of this length need, a multiple of ``_COLUMN_STEP``."""
         return min(self._columns, _in_steps(ceil_div(max_seq_len, self.group.tokens_per_page)))
 
     def _drop_before(self, row: int, column: int, kept: range = range(0)) -> None:

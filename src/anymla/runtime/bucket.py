@@ -1,4 +1,4 @@
-"""The sizes at which decode steps are set up once and for all."""
+"""The fixed sizes of decode steps, for which buffers and graphs are prepared in advance."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.span import Span
 
-# From one ceiling of the context to the next: what a step costs follows its ceiling in part.
+# Factor from one context ceiling to the next. A step's time depends on its ceiling, but only in
+# part.
 _CONTEXT_FACTOR = 8
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """A step of fixed size.
+    """Size of a decode step that is prepared in advance.
 
     Attributes:
-        max_seq_len: longest request that it can take.
-        tokens: rows of each request.
-        requests: how many requests it has room for.
+        max_seq_len: longest request in tokens that the step can take.
+        tokens: rows of each request, its newest token and drafts.
+        requests: number of requests that the step has room for.
     """
 
     max_seq_len: int
@@ -32,14 +33,14 @@ class Bucket:
         return self.requests * self.tokens
 
     def holds(self, spans: Sequence[Span]) -> bool:
-        """Whether a step of these spans fits."""
+        """True if a step of these spans fits."""
         return len(spans) <= self.requests and all(
             len(span.token_ids) <= self.tokens and span.stop <= self.max_seq_len for span in spans
         )
 
 
 def request_counts(most: int) -> list[int]:
-    """Powers of two below ``most``, and ``most``."""
+    """Return the powers of two below ``most``, and ``most``."""
     counts = []
     count = 1
     while count < most:
@@ -49,9 +50,9 @@ def request_counts(most: int) -> list[int]:
 
 
 def context_ceilings(groups: Sequence[CacheGroup], max_seq_len: int) -> list[int]:
-    """Lengths that steps are set up for, the last one ``max_seq_len``.
+    """Return the lengths that steps are prepared for, the last one ``max_seq_len``.
 
-    The first is the longest at which indexers need not choose, because all entries fit in their
+    The first is the longest at which indexers select every entry, because all entries fit in their
     selection; each further one is eight times as long.
     """
     widths = [
@@ -68,13 +69,13 @@ def context_ceilings(groups: Sequence[CacheGroup], max_seq_len: int) -> list[int
 def decode_buckets(
     groups: Sequence[CacheGroup], max_requests: int, max_seq_len: int, widths: Sequence[int]
 ) -> list[Bucket]:
-    """All buckets of an engine, the cheapest first: one token a request, and one with drafts.
+    """Return all buckets of an engine, the cheapest first, for each width in ``widths``.
 
     Args:
-        groups: the engine's cache groups.
-        max_requests: requests that run at once.
-        max_seq_len: longest request.
-        widths: how many drafts.
+        groups: cache groups of the engine.
+        max_requests: number of requests that run at once.
+        max_seq_len: longest request in tokens.
+        widths: numbers of drafts that a step may verify.
     """
     return sorted(
         Bucket(ceiling, tokens, requests)
@@ -85,5 +86,5 @@ def decode_buckets(
 
 
 def smallest(buckets: Sequence[Bucket], spans: Sequence[Span]) -> Bucket | None:
-    """The first bucket that holds the spans; None if none does."""
+    """Return the first bucket that holds the spans; None if none does."""
     return next((bucket for bucket in buckets if bucket.holds(spans)), None)

@@ -1,9 +1,9 @@
-"""Which caches a model needs, and how many tokens a page of each holds.
+"""Cache groups: the caches that a model needs, and the tokens that a page of each holds.
 
-Every kind of cache is a group of its own: one pool of page numbers, one block table a request, and
-one tensor a layer, in which a page number means the same page for all layers of the group. Layers
-that read what another one writes have no tensor of their own there.
-Page sizes are vLLM's for DeepSeek-V4: 64 window rows, the entries of 256 tokens, 4 or 8 states.
+Every kind of cache is a group: one pool of page numbers, one block table a request, and one tensor
+a layer. A page number means the same page in all layers of the group. Layers that read what another
+layer writes have no tensor of their own. Page sizes are those of vLLM for DeepSeek-V4: 64 window
+rows, the entries of 256 tokens, 4 or 8 states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATE_PAGE_TOKENS = 8
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The integer a / b rounded up."""
+    """Return a / b rounded up to an integer."""
     return -(-a // b)
 
 
@@ -32,14 +32,16 @@ class CacheGroup:
     """One kind of cache. A length below is a number of tokens 0 .. length - 1 of one request.
 
     Attributes:
-        name: "window", "c4", "index", "state_c4", "state_index", ...
-        kind: the field of ``LayerCache`` that holds its tensors.
-        page_size: entries per page.
+        name: name of the group: "window", "c4", "index", "state_c4", "state_index", ...
+        kind: name of the ``LayerCache`` field that holds its tensors.
+        page_size: number of entries per page.
         ratio: tokens per entry; only complete entries are stored. 1 for windows and states.
-        retention: a token at p reads entries of tokens > p - retention only; None: all of them.
-        layers: positions in the model's list of layer specs.
-        dense: some layer attends to all entries, not to a selection.
-        selection_width: fewest entries that an indexer of the group selects; 0 without indexers.
+        retention: a token at position p reads only entries of tokens > p - retention; None if it
+            reads all.
+        layers: indices of the group's layers in the model's list of layer specs.
+        dense: True if some layer attends to all entries instead of a selection.
+        selection_width: smallest number of entries that an indexer of the group selects; 0 without
+            indexers.
     """
 
     name: str
@@ -57,38 +59,38 @@ class CacheGroup:
         return self.page_size * self.ratio
 
     def lists_entries(self, length: int) -> bool:
-        """Whether a layer attends to every entry of ``length`` tokens.
+        """True if a layer attends to every entry of ``length`` tokens.
 
-        One with an indexer does while all entries fit in its selection.
+        A layer with an indexer does so while all entries fit in its selection.
         """
         return self.dense or 0 < self.selection_width >= length // self.ratio
 
     def pages(self, length: int) -> int:
-        """Pages, from the first on, that hold the complete entries of ``length`` tokens."""
+        """Return the leading pages that hold the complete entries of ``length`` tokens."""
         return ceil_div(length // self.ratio, self.page_size)
 
     def obsolete_pages(self, confirmed: int) -> int:
-        """Leading pages that no token at position ``confirmed`` or later will read."""
+        """Return the number of leading pages that no token at ``confirmed`` or later reads."""
         if self.retention is None:
             return 0
         return max(0, confirmed - self.retention + 1) // self.tokens_per_page
 
     def worst_case_pages(self, length: int, step_tokens: int) -> int:
-        """Most pages a request of ``length`` tokens holds at once.
+        """Return the most pages that a request of ``length`` tokens holds at once.
 
         Args:
-            length: all tokens the request may ever write.
-            step_tokens: most tokens it writes in one step.
+            length: number of tokens that the request may ever write.
+            step_tokens: most tokens that it writes in one step.
         """
         if self.retention is None:
             return self.pages(length)
-        # Before a step at least retention - 1 tokens are kept; at the worst alignment a run of n
-        # tokens touches ceil((n - 1) / page) + 1 pages.
+        # Before a step at least retention - 1 tokens are kept; in the worst alignment, n
+        # consecutive tokens touch ceil((n - 1) / page) + 1 pages.
         run = self.retention - 1 + step_tokens
         return min(self.pages(length), ceil_div(run - 1, self.page_size) + 1)
 
     def kept_pages(self) -> int:
-        """Most pages that are laid aside for going back to an earlier length."""
+        """Return the most pages that are kept for a rewind to an earlier length."""
         if self.retention is None or self.retention == 1:
             return 0
         return ceil_div(self.retention - 2, self.page_size) + 1
@@ -98,14 +100,14 @@ def cache_groups(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
     """Derive the groups of a model's layers, draft layers included if they run.
 
     Args:
-        specs: at least one.
+        specs: specs of the layers, at least one.
 
     Returns:
         Groups in a fixed order: the window first, then by ratio.
 
     Raises:
-        ValueError: layers that cannot share a group: windows of several lengths, one ratio with
-            and without overlap.
+        ValueError: layers that cannot share a group, that is windows of several lengths, or one
+            ratio both with and without overlap.
     """
     every = range(len(specs))
     window = _same("sliding window", (spec.window for spec in specs))
@@ -117,7 +119,7 @@ def cache_groups(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
 
 
 def _groups_of_entries(specs: Sequence[LayerSpec], layers: tuple[int, ...]) -> list[CacheGroup]:
-    """Groups of the layers of one ratio: entries, keys, and the states of both."""
+    """Return the groups of the layers of one ratio: entries, index keys, and the states of both."""
     first = specs[layers[0]]
     ratio = first.ratio
     assert first.compressed_group is not None
@@ -149,7 +151,7 @@ def _groups_of_entries(specs: Sequence[LayerSpec], layers: tuple[int, ...]) -> l
 
 
 def _same(what: str, values: Iterable[int]) -> int:
-    """The one value that all of them have."""
+    """Return the one value that all of ``values`` equal."""
     value, *others = set(values)
     if others:
         raise ValueError(f"layers that share a cache need the same {what}")

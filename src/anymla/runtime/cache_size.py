@@ -1,4 +1,4 @@
-"""How many bytes of cache a text of a given length takes."""
+"""Cache bytes that a text of a given length takes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from anymla.runtime.cache_groups import CacheGroup, cache_groups
 
 @dataclasses.dataclass(frozen=True)
 class GroupSize:
-    """Cache of one group.
+    """Cache sizes of one group.
 
     Attributes:
-        name: of the group.
-        layers: how many layers keep it.
-        page_bytes: a page of one layer, padding included.
-        tokens_per_page: tokens it covers.
+        name: name of the cache group.
+        layers: number of layers that keep a cache of this group.
+        page_bytes: bytes of one page of one layer, padding included.
+        tokens_per_page: number of tokens that a page covers.
         held_bytes: by context length, what one request holds at most, all layers together, when
             it is read or written token by token.
     """
@@ -34,12 +34,12 @@ class GroupSize:
 
 
 def cache_sizes(config: ModelConfig, kv_cache: str, contexts: list[int]) -> list[GroupSize]:
-    """Sizes of every cache group.
+    """Return the sizes of every cache group.
 
     Args:
-        config: the model.
-        kv_cache: a key of ``CACHE_FORMATS``.
-        contexts: lengths in tokens.
+        config: configuration of the model.
+        kv_cache: name of a cache format, a key of ``CACHE_FORMATS``.
+        contexts: context lengths in tokens.
     """
     specs = layer_specs(config)
     sizes = []
@@ -56,7 +56,7 @@ def cache_sizes(config: ModelConfig, kv_cache: str, contexts: list[int]) -> list
 
 
 def page_bytes(group: CacheGroup, spec: LayerSpec, cache_format: CacheFormat) -> int:
-    """Bytes from one page of a layer to the next, padding included."""
+    """Return the bytes from one page of a layer to the next, padding included."""
     layout = get_layout(cache_format.of(group.kind))
     if group.kind in ("state", "index_state"):
         width = layout.channels * spec.pooled_tokens // spec.ratio

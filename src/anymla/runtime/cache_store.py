@@ -1,4 +1,4 @@
-"""Every cache of an engine: the tensors of each layer, the page pools and the block tables."""
+"""All caches of an engine: the tensors of each layer, the page pools and the block tables."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from anymla.runtime.request import Request, RequestState
 
 
 class CacheStore:
-    """Caches for requests that come and go.
+    """Caches for requests that join and leave.
 
     Attributes:
-        groups: the cache groups of the layers.
-        pools: free pages by group.
-        tables: block tables by group.
-        joint_tables: those of all groups, side by side.
-        layers: the cache tensors of each layer, in the order of ``specs``; those that several
-            layers read are the same tensor.
-        absent_row: row of the block tables for requests that are not there.
-        device: where they are.
+        groups: cache groups of the layers.
+        pools: page pools by group name.
+        tables: block tables by group name.
+        joint_tables: int32 tensor of the tables of all groups, side by side.
+        layers: cache tensors of each layer, in the order of ``specs``; layers that share a cache
+            hold the same tensor.
+        absent_row: row of the block tables that serves padding requests.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class CacheStore:
         )
 
     def step_groups(self, *, window_only: bool = False) -> tuple[CacheGroup, ...]:
-        """The groups that a step concerns; a draft layer's has a window only."""
+        """Return the groups that a step needs; a draft layer's step needs the window only."""
         return tuple(group for group in self.groups if group.kind == "window" or not window_only)
 
     def tensors(self, group: CacheGroup) -> list[Tensor]:
-        """The group's cache tensors, in the order of its layers."""
+        """Return the group's cache tensors, in the order of its layers."""
         return [getattr(self.layers[layer], group.kind) for layer in group.layers]
 
     def check_fits(self, request: Request, needs: Mapping[str, int]) -> None:
@@ -102,7 +102,7 @@ class CacheStore:
                 )
 
     def has_room(self, needs: Mapping[str, int]) -> bool:
-        """Whether a row and so many pages of each group are free."""
+        """True if a row, and the given number of pages of each group, are free."""
         return bool(self._free_rows) and all(
             self.pools[name].can_reserve(pages) for name, pages in needs.items()
         )
@@ -118,24 +118,24 @@ class CacheStore:
         return True
 
     def slide(self, state: RequestState) -> None:
-        """Return the pages behind every window of the request's confirmed length."""
+        """Return the pages before every window of the request's confirmed length."""
         for table in self.tables.values():
             table.slide(state.row, state.computed, state.kept_at)
 
     def can_rewind(self, state: RequestState, length: int) -> bool:
-        """True if a request could go on behind its first ``length`` tokens."""
+        """True if a request could continue after its first ``length`` tokens."""
         return all(table.can_rewind(state.row, length) for table in self.tables.values())
 
     def take_over(
         self, kept: RequestState, state: RequestState, needs: Mapping[str, int], length: int
     ) -> bool:
-        """Give a request the row of one that has ended, with the caches of their common tokens.
+        """Give a request the row of an ended one, with the caches of their common tokens.
 
         Args:
-            kept: the request that has ended; it has no row afterwards.
-            state: the request that begins.
-            needs: its worst case of pages by group.
-            length: common tokens; ``can_rewind`` must hold for them.
+            kept: request that has ended; it has no row afterwards.
+            state: request that begins in its row.
+            needs: worst case of pages by group of the new request.
+            length: number of common tokens; ``can_rewind`` must hold for it.
 
         Returns:
             False if its worst case is not free; then nothing has changed.

@@ -1,4 +1,4 @@
-"""Looking into the caches of a running request: decoded rows, and dumps of its pages."""
+"""Views of a running request's caches: decoded rows, and dumps of its pages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class HeldRows:
     """Consecutive cache rows of one request.
 
     Attributes:
-        first: number of the first: a position for windows and states, else a compressed entry.
-        rows: [n, channels].
+        first: number of the first row: a position for windows and states, else a compressed entry.
+        rows: decoded values [n, channels].
     """
 
     first: int
@@ -59,8 +59,8 @@ def dump_pages(
 ) -> None:
     """Save the pages that a request holds in one cache of one layer, as they lie in memory.
 
-    The dump's meta data name the request, layer, kind, the first row and how many are final; what
-    follows in the last page belongs to nobody.
+    The dump's metadata names the request, layer, kind, the first row and how many rows are final;
+    later slots of the last page are undefined.
 
     Raises:
         ValueError: the layer has no such cache, or it holds plain states.
@@ -96,7 +96,7 @@ def _group(store: CacheStore, layer: int, kind: CacheKind) -> CacheGroup:
 
 
 def _held(store: CacheStore, group: CacheGroup, state: RequestState) -> tuple[list[int], int, int]:
-    """Pages with final rows, the number of their first row, and how many rows are final."""
+    """Return the pages with final rows, the number of their first row, and their count."""
     final = state.computed // group.ratio
     held = store.tables[group.name].held(state.row)
     first = min(held, default=0) * group.page_size

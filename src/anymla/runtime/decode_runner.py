@@ -1,4 +1,4 @@
-"""Decode steps at fixed sizes: the backbone's, and the drafter's behind it."""
+"""Decode steps at fixed sizes: the backbone's step, and the drafter's after it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from anymla.runtime.workspaces import reads_in
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A step that the device has been given; ``DecodeRunner.collect`` waits for its results.
+    """A step that was launched on the device; ``DecodeRunner.collect`` waits for its results.
 
     Attributes:
-        step: what was launched.
-        bucket: its sizes.
-        requests: how many it is for.
-        follows: guesses behind its own choices are among the results.
-        hidden: [rows, N, D] on the device, until the next launch, as are logits and taps.
+        step: fixed step that was launched.
+        bucket: sizes of the step.
+        requests: number of requests in the step.
+        follows: True if the results include guesses after the step's own choices.
+        hidden: streams [rows, N, D] on the device, valid until the next launch, as are logits and
+            taps.
         logits: float32 [rows, V]; None where the step follows its own choices.
         taps: [rows, taps, D]; None without a DSpark drafter.
-        chosen: on the host, once ``ready``: best tokens, their log-probabilities and, where the
-            step drafts, guesses.
-        ready: recorded behind the copies to the host; None where nothing has to be waited for.
+        chosen: best tokens, their log-probabilities and, where the step drafts, guesses; on the
+            host, valid once ``ready``.
+        ready: event recorded after the copies to the host; None where there is nothing to wait for.
     """
 
     step: FixedStep
@@ -58,7 +59,7 @@ class DecodeRunner:
     """Runs steps of decoding requests in the smallest bucket that holds them.
 
     Attributes:
-        buckets: sizes, the cheapest first.
+        buckets: sizes of the steps, the cheapest first.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class DecodeRunner:
         self._record = record
         self._backbone_layers = model.config.num_hidden_layers
         self._blocks = blocks
-        # Graphs know the tables by their addresses. A block reaches beyond its request.
+        # Graphs hold the rotation tables' addresses, so the tables must not grow later. A block
+        # extends past its request's end.
         self._tables = model.reserve(options.max_seq_len + (blocks.size if blocks else 0))
         self._pool = torch.cuda.graph_pool_handle() if record else None
         self._ngrams = NgramBuffers.allocate(
@@ -96,9 +98,9 @@ class DecodeRunner:
         self._block_steps: dict[Bucket, DSparkStep] = {}
 
     def rehearse(self, buckets: Sequence[Bucket]) -> None:
-        """Run the widest bucket of every ceiling once, for what it needs of the workspace.
+        """Run the widest bucket of every ceiling, so that the workspace reaches its full size.
 
-        On one stream and on several, where there are.
+        Steps with further streams are run as well as those on one stream.
         """
         beside = self._options.runs_beside
         widest = {(b.max_seq_len, b.tokens, beside(b.rows)): b for b in buckets}
@@ -106,7 +108,7 @@ class DecodeRunner:
             self._step(bucket, follows=self._blocks is not None).rehearse()
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Set up buckets, the largest first, so that the others fit in its memory."""
+        """Set up buckets, the largest first, so that smaller ones fit in its memory."""
         drafts = len(self._store.layers) > self._backbone_layers
         for bucket in reversed(buckets):
             for follows in (False, True)[: 1 + (self._blocks is not None)]:
@@ -118,30 +120,30 @@ class DecodeRunner:
                 self._draft_step(bucket).prepare()
 
     def launch(self, spans: Sequence[Span]) -> Launched | None:
-        """Run the backbone; None if the spans fit no bucket, or prompts are among them."""
+        """Run the backbone; None if no bucket holds the spans, or prompts are among them."""
         if not all(span.is_decode for span in spans):
             return None
         bucket = smallest(self.buckets, spans)
         if bucket is None:
             return None
-        # What sampled and penalised requests take is chosen behind the graph.
+        # Tokens of sampled and penalised requests are chosen after the graph has run.
         plain = all(span.state.request.sampling.takes_best_logit for span in spans)
         follows = self._blocks is not None and plain
         step = self._step(bucket, follows=follows)
         return self._launched(step, bucket, len(spans), follows, step(spans))
 
     def launch_next(self, launched: Launched, spans: Sequence[Span]) -> Launched | None:
-        """Run the step behind one whose results are not known yet, for the same requests.
+        """Run the step after one whose results the host does not know yet, for the same requests.
 
-        Their tokens are what that step chooses and guesses, which the device knows.
+        Its tokens are those which the earlier step chooses and guesses; they are on the device.
 
         Args:
-            launched: the last step.
-            spans: the spans of its requests that go on.
+            launched: the last step launched.
+            spans: spans of those of its requests that go on.
 
         Returns:
-            None if requests have ended, if the step may not fit the same bucket, or if choices are
-            the host's.
+            The launched step. None if requests have ended, if the step may not fit the same bucket,
+            or if tokens are chosen on the host.
         """
         bucket = launched.bucket
         if len(spans) < launched.requests or not self._carries(bucket):
@@ -161,9 +163,9 @@ class DecodeRunner:
         """Wait for a step's results.
 
         Args:
-            launched: the step. Where it drafts by itself, another may have been launched since,
-                and what is on the device is not this step's any more.
-            rows: which of its requests are wanted.
+            launched: step to wait for. If it drafts by itself, another step may have been launched
+                since, and its tensors on the device are overwritten.
+            rows: indices of the step's requests whose results are wanted.
         """
         if launched.ready is not None:
             launched.ready.synchronize()
@@ -181,7 +183,7 @@ class DecodeRunner:
         )
 
     def _carries(self, bucket: Bucket) -> bool:
-        """Whether a step's results say what the next one runs, whatever the host finds in them."""
+        """True if a step's results determine the next step's tokens without the host."""
         options = self._options
         return (
             options.run_ahead
@@ -205,7 +207,7 @@ class DecodeRunner:
         chosen, ready = self._chosen(follows, results), None
         if step not in self._host:
             self._keep(step, chosen)
-        # A step's are read while the next one's arrive.
+        # Two buffers alternate: the host reads one step's results while the next one's arrive.
         self._host[step].reverse()
         kept = self._host[step][0]
         for mine, each in zip(kept, chosen, strict=True):
@@ -217,11 +219,11 @@ class DecodeRunner:
 
     @staticmethod
     def _chosen(follows: bool, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The results that the host reads: best tokens, log-probabilities and guesses."""
+        """Select the results for the host: best tokens, log-probabilities and guesses."""
         return (*results[1:3], *results[4:]) if follows else results[1:3]
 
     def _keep(self, step: FixedStep, chosen: tuple[Tensor, ...]) -> None:
-        """Allocate what the host reads of a step and of the one behind it."""
+        """Allocate the host's buffers of a step's results and those of the step after it."""
         on_gpu = self._store.device.type == "cuda"
         self._host[step] = [
             tuple(torch.empty_like(each, device="cpu", pin_memory=on_gpu) for each in chosen)
@@ -234,8 +236,8 @@ class DecodeRunner:
         """Run the draft layer; None if the spans fit no bucket.
 
         Args:
-            spans: the tokens behind those that ``hidden`` belongs to.
-            hidden: [n, N, D].
+            spans: tokens that follow those which ``hidden`` belongs to.
+            hidden: streams [n, N, D] of the backbone.
             rows: row of ``hidden`` for each token of the spans.
 
         Returns:
@@ -249,13 +251,13 @@ class DecodeRunner:
     def draft_blocks(
         self, spans: Sequence[Span], taps: Tensor, rows: Sequence[int], noise: DraftNoise | None
     ) -> Tensor | None:
-        """Write the context of final tokens and guess behind them; None if they fit no bucket.
+        """Write the context of final tokens and guess after them; None if they fit no bucket.
 
         Args:
-            spans: the ids behind each final token.
-            taps: [n, taps, D].
+            spans: token ids that follow each final token.
+            taps: backbone taps [n, taps, D].
             rows: row of ``taps`` for each token of the spans.
-            noise: of the spans' requests.
+            noise: sampling noise of the spans' requests; None if all are greedy.
 
         Returns:
             Guesses int64 [R, n] of span i in row i, see ``DraftBlocks.guess``, until the next run.
@@ -267,7 +269,7 @@ class DecodeRunner:
         return self._block_step(self._blocks, bucket).run(spans, taps, rows, noise)
 
     def _step(self, bucket: Bucket, *, follows: bool) -> FixedStep:
-        """The backbone's step; the block drafter's behind it in the same graph, if it follows."""
+        """Return the backbone's step, with the block drafter in the same graph if it follows."""
         if (bucket, follows) not in self._steps:
             self._steps[bucket, follows] = FixedStep(
                 self._store,
@@ -314,7 +316,7 @@ class DecodeRunner:
         return (hidden,) if taps is None else (hidden, taps.out)
 
     def _token_or_end(self, tokens: Tensor) -> Tensor:
-        """Tokens of a ``Carry``, of choices that are no tokens where logits are no numbers."""
+        """Replace choices that are no tokens (V) by a negative id, which ends a ``Carry``."""
         return torch.where(tokens < self._model.config.vocab_size, tokens, -1)
 
     def _draft_step(self, bucket: Bucket) -> DraftStep:
@@ -348,10 +350,10 @@ class DecodeRunner:
 
 
 def decode_mode(options: EngineOptions, device: torch.device) -> str:
-    """``options.decode``, which "auto" leaves to the device."""
+    """Resolve ``options.decode``: "auto" depends on the device."""
     if options.decode != "auto":
         return options.decode
-    # ROCm's graphs have not been tried; they can be asked for.
+    # ROCm's graphs have not been tried; the option "graph" selects them.
     return "graph" if device.type == "cuda" and torch.version.hip is None else "plain"
 
 
@@ -361,13 +363,13 @@ def decode_runner(
     options: EngineOptions,
     blocks: DraftBlocks | None = None,
 ) -> DecodeRunner | None:
-    """As ``options.decode`` says.
+    """Build the runner that ``options.decode`` names; None for "plain".
 
     Args:
-        model: the model.
-        store: the caches.
+        model: network whose steps it runs.
+        store: caches of the engine.
         options: the engine's sizes.
-        blocks: of a DSpark drafter.
+        blocks: blocks of a DSpark drafter; None without one.
 
     Raises:
         ValueError: graphs are asked for, and the model is not on a CUDA device.

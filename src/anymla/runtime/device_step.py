@@ -1,7 +1,7 @@
-"""A step's metadata, built on the device from a few integers a request and the block tables.
+"""A step's metadata, built on the device from a few integers per request and the block tables.
 
-The selection operations build it, shapes depend on the sizes alone, and nothing is read back: the
-same calls serve a batch as it comes and a batch of fixed size inside a CUDA graph.
+The selection operations build it, shapes depend on the sizes alone, and nothing is read back. So
+the same calls serve a batch of any size and a batch of fixed size inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from anymla.runtime.cache_groups import CacheGroup
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What a step is made of; T rows for tokens, R requests.
+    """Device tensors that describe a step of T token rows and R requests.
 
     Attributes:
-        token_ids: int32 [T].
-        first_rows: int32 [R + 1], where each request's rows begin, and T.
-        counts: int32 [R] or None, leading rows of each request that are tokens, the others being
-            padding; None: all of them.
+        token_ids: int32 [T] token ids.
+        first_rows: int32 [R + 1], first row of each request, then T.
+        counts: int32 [R], number of each request's leading rows that are tokens, the rest being
+            padding; None if there is no padding.
         starts: int32 [R], position of each request's first token.
-        tables: by cache group, int32 [R, P].
+        tables: block tables int32 [R, P] by cache group.
     """
 
     token_ids: Tensor
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """What the host knows of a step; see the fields of ``Step``."""
+    """Sizes of a step that the host knows; see the fields of ``Step``."""
 
     query_lens: tuple[int, ...]
     num_decodes: int
@@ -51,14 +51,14 @@ class BatchSizes:
 
 
 class Reads(enum.Enum):
-    """How queries of a request read the rows that they share."""
+    """Ways in which queries of a request read the rows that they share."""
 
     SLOTS = "each by a list of its own"
     SHARED = "decoded as they are attended to, once for some of the queries"
     DECODED = "decoded beforehand, once for all of the queries"
 
 
-# By how many entries a request may see; 0 for the window alone.
+# Maps the number of compressed entries that a request may see to a way to read; 0 for the window.
 ChooseReads = Callable[[int], Reads]
 
 
@@ -70,15 +70,16 @@ def device_step(
     backend: str | None = None,
     reads: ChooseReads | None = None,
 ) -> Step:
-    """Build the step.
+    """Build the metadata of a step.
 
     Args:
-        batch: tensors on the device.
-        groups: those that ``batch.tables`` has, the window among them.
-        sizes: ``max_seq_len`` may exceed the longest request; it sets the widths.
-        backend: of the selection operations.
-        reads: how layers read what queries of a request share, which have as many rows each; None:
-            by slots.
+        batch: tensors of the step on the device.
+        groups: cache groups that ``batch.tables`` has, the window among them.
+        sizes: sizes of the step. ``max_seq_len`` may exceed the longest request; it sets the
+            widths.
+        backend: name of the backend of the selection operations; None for the best.
+        reads: choice of how layers read rows that a request's queries share. All requests must have
+            the same number of rows. None: by slots.
     """
     positions, token_to_req, is_valid, counts = _places_of_tokens(batch, sizes, backend)
 
@@ -100,7 +101,7 @@ def device_step(
             )
         elif group.kind == "index":
             visible = (positions + 1) // group.ratio
-            # Padding is at position 0, which closes no entry of several tokens.
+            # Padding is at position 0, where no entry of several tokens is complete.
             if batch.counts is not None and group.ratio == 1:
                 visible = visible * is_valid
             index_lens[group.name] = visible.int()
@@ -148,7 +149,7 @@ def device_step(
 def _places_of_tokens(
     batch: Batch, sizes: BatchSizes, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions int64 [T], requests int32 [T], which rows are tokens, and tokens a request [R].
+    """Return positions int64 [T], requests int32 [T], the mask of tokens, tokens a request [R].
 
     Padding is at position 0 of request -1.
     """
@@ -176,7 +177,7 @@ def _places_of_tokens(
 def numbers(
     first: int, stop: int, dtype: torch.dtype, device: torch.device, step: int = 1
 ) -> Tensor:
-    """first, first + step, ... below stop, made once: recorded steps read it where it lies."""
+    """Return the cached tensor first, first + step, ...; recorded steps keep its address."""
     return torch.arange(first, stop, step, dtype=dtype, device=device)
 
 
@@ -190,7 +191,7 @@ def _chunks(
     sizes: BatchSizes,
     reads: ChooseReads,
 ) -> dict[str, RequestRows]:
-    """What requests see where rows are decoded once; by group, as ``Step.chunks`` has it."""
+    """Build ``Step.chunks`` by group, for requests that attend to decoded workspaces."""
     own = _window_of(groups)
     see = functools.partial(
         request_rows, positions, token_to_req, stops, grouped[own.name], window=_retained(own),

@@ -1,15 +1,15 @@
-"""The device that a model or a command runs on, where one is named and where none is."""
+"""The device that a model or a command runs on."""
 
 from __future__ import annotations
 
 import torch
 
-# Accelerators of torch that hold neither FP8 nor float64 tensors.
+# Accelerators of torch that support neither FP8 nor float64 tensors.
 _LACKING = ("mps",)
 
 
 def default_device() -> str:
-    """The type of the accelerator that torch sees ("cuda", "xpu", ...), "cpu" if there is none."""
+    """Return the type of the accelerator that torch sees ("cuda", "xpu", ...), or "cpu"."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None or found.type in _LACKING else found.type
 
@@ -20,10 +20,10 @@ def named_device(name: str | torch.device | None = None, option: str = "--device
     Args:
         name: "cpu", "cuda", "cuda:1", "xpu", ...; None or "auto" for the accelerator if there is
             one, else the CPU.
-        option: what an error calls the argument.
+        option: name of the argument in error messages.
 
     Raises:
-        ValueError: the name means nothing here, or torch does not see the device.
+        ValueError: the name is unknown, or torch does not see the device.
     """
     if name is None or name == "auto":
         name = default_device()

@@ -1,4 +1,4 @@
-"""Answers of a dialogue as they come, and an engine that keeps what has been said."""
+"""Answers of a dialogue as they are generated, and an engine that keeps caches between turns."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request
 from anymla.runtime.stop_text import StopText
 
-# Entries of this many tokens take some hundred megabytes of the largest model's caches.
+# Caches for this many tokens take a few hundred megabytes for the largest model.
 _FIRST_ROOM = 32_768
-# Marks that an answer is taken apart by; a tokenizer may hide them as special tokens.
+# Marks that separate the parts of an answer; a tokenizer may hide them as special tokens.
 _ANSWER_MARKS = (THINK, THOUGHT, DSML)
 
 
 class Dialogue:
     """An engine for one dialogue, whose caches stay between the turns.
 
-    A turn reads what is new: the engine goes on where the prompt parts from what it has read and
-    said before. Tokens that were generated are taken as they are, so that spelling them again
-    cannot change them.
+    Each turn computes new tokens only: the engine continues where the prompt differs from what it
+    has read and said before. Generated token ids are reused, so that encoding the text again cannot
+    change them.
     """
 
     def __init__(
@@ -41,14 +41,15 @@ class Dialogue:
         """Allocate nothing yet.
 
         Args:
-            model: the model.
-            tokenizer: the checkpoint's.
-            options: an engine's; the number of requests and the room are the dialogue's own.
-            ends: tokens that end an answer.
+            model: network that answers.
+            tokenizer: tokenizer of the checkpoint.
+            options: options of an engine; the dialogue itself sets the number of requests and the
+                room.
+            ends: ids of tokens that end an answer.
         """
         self._model = model
         self._tokenizer = tokenizer
-        # One of these follows an answer, or the mark that ends its thinking.
+        # One of these tokens follows an answer, or its thinking.
         self._behind_answers = {*ends, tokenizer.token_id(THOUGHT)}
         self._options = dataclasses.replace(
             options, max_requests=1, keep_caches=True, pages=None, max_batch_tokens=None
@@ -59,10 +60,10 @@ class Dialogue:
         self._tokens: tuple[int, ...] = ()
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt; where it goes on behind the last answer, with that answer's ids.
+        """Return the token ids of a prompt, with the last answer's ids if it continues the answer.
 
-        Where anything but the end of an answer follows, all is spelled from its text: a word could
-        be in two pieces.
+        If anything but the end of an answer follows, the whole prompt is encoded as text: a word
+        could be split between the two parts.
         """
         if self._text and text.startswith(self._text):
             more = self._encode(text[len(self._text) :])
@@ -75,10 +76,10 @@ class Dialogue:
         return self._tokenizer.encode(text, leading=False, most=most)
 
     def engine(self, request: Request) -> Engine:
-        """The engine, with room for the request, which is not submitted yet.
+        """Return an engine with room for the request, which is not submitted yet.
 
-        A dialogue that outgrows its engine gets one of twice the room, and is read from its start
-        once more.
+        If a dialogue outgrows its engine, a new one has twice the room and reads the dialogue from
+        the start.
         """
         if self._engine is not None and request.max_length > self._engine.options.max_seq_len:
             self._room = min(2 * self._room, self._model.config.max_position_embeddings)
@@ -91,11 +92,11 @@ class Dialogue:
         return self._engine
 
     def note(self, text: str, tokens: Sequence[int]) -> None:
-        """Remember a prompt with its answer, as text and as tokens."""
+        """Remember a prompt and its answer, as text and as tokens."""
         self._text, self._tokens = text, tuple(tokens)
 
     def forget(self) -> None:
-        """Drop the engine, whose last step has failed."""
+        """Drop the engine, because its last step failed."""
         self._engine = None
         self.note("", ())
 
@@ -104,10 +105,10 @@ class Dialogue:
 
 
 class ChatAnswer:
-    """An answer as it comes: iterate over its parts, then read ``result``.
+    """An answer that is being generated: iterate over its parts, then read ``result``.
 
     Attributes:
-        completion: of the request, once the answer has ended.
+        completion: completion of the request; set when the answer has ended.
     """
 
     def __init__(
@@ -124,16 +125,16 @@ class ChatAnswer:
         """Submit the request.
 
         Args:
-            engine: the engine, with room for the request.
-            request: the prompt and how it is answered.
-            tokenizer: the checkpoint's.
-            prompt: the prompt as text.
-            thinks: the answer begins within the thinking.
+            engine: engine with room for the request.
+            request: prompt and generation parameters.
+            tokenizer: tokenizer of the checkpoint.
+            prompt: text of the prompt.
+            thinks: True if the answer begins inside the thinking.
             stop: strings that end the answer, which stops before them.
-            dialogue: remembers the answer; None for nothing.
+            dialogue: dialogue that remembers the answer; None for none.
 
         Raises:
-            ValueError: a request that the engine refuses, or an empty stop string.
+            ValueError: the engine refuses the request, or a stop string is empty.
         """
         self._tokenizer = tokenizer
         self._text = StopText(tokenizer.stream(_ANSWER_MARKS), stop)
@@ -148,19 +149,19 @@ class ChatAnswer:
         self._coming = self._run(engine, request)
 
     def __iter__(self) -> Iterator[Part]:
-        """The parts that have not been read yet."""
+        """Iterate over the parts that have not been read yet."""
         return self._coming
 
     def stop(self) -> None:
-        """End the answer before its next step; what has been said stays."""
+        """End the answer before its next step; parts generated so far remain."""
         self._interrupted = True
 
     @property
     def result(self) -> Generation:
-        """The whole answer.
+        """Return the whole answer.
 
         Raises:
-            RuntimeError: it has not ended.
+            RuntimeError: the answer has not ended.
         """
         if self._result is None:
             raise RuntimeError("the answer has not ended: iterate over its parts first")

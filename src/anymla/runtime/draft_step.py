@@ -1,4 +1,4 @@
-"""A draft layer's step of fixed size: streams in, the streams and logits of the last tokens out."""
+"""A draft layer's step of fixed size: maps streams to the streams and logits of the last tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from anymla.runtime.upload import upload
 
 
 class DraftStep:
-    """One bucket of the draft layer."""
+    """Step of the draft layer for one bucket."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class DraftStep:
         )
 
     def prepare(self) -> None:
-        """Record, if it has not been done."""
+        """Record the step, unless that has been done."""
         self._step.prepare()
 
     def run(
         self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """See ``DecodeRunner.draft``; the results last until the next run."""
+        """Run ``DecodeRunner.draft`` in this bucket; the results last until the next run."""
         index = [0] * self._bucket.rows
         source = iter(rows)
         for i, span in enumerate(spans):
@@ -73,7 +73,8 @@ class DraftStep:
         streams = self._model.mtp_forward(self._hidden, step.token_ids, step, self._cache)
         if self._bucket.tokens > 1:
             counts = step.is_valid.view(self._bucket.requests, -1).sum(1)
-            # Of a request that is not there, the row before its own, or the first: any will do.
+            # For a padding request this is the row before its own, or row 0; its value is never
+            # read.
             last = (self._ends + counts).clamp(min=0)
             streams = streams.index_select(0, last)
         return streams, self._model.mtp_logits(streams)

@@ -1,10 +1,9 @@
-"""How many drafts a step verifies: as many as have brought most tokens a second lately.
+"""The number of drafts that a step verifies, chosen for the most tokens a second lately.
 
-All requests of a step have the same width, so that a step is one of few sizes. What is known is
-measured: how often the first, second, ... draft of a request was right together with all before
-it, which is the same on all ranks, and what steps of each width took, which is not; so rank 0
-chooses for all. Since drafts are accepted only where they are the model's own choice, no width
-changes a text.
+All requests of a step have the same width, so that steps come in few sizes. The choice rests on two
+measurements. How often the first, second, ... draft was right together with all before it is the
+same on all ranks. The time of a step of each width differs, so rank 0 chooses for all. A draft is
+accepted only if it is the model's own choice; therefore no width changes a text.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ import torch
 
 from anymla.layers.ranks import Ranks
 
-# Steps of a size and width whose times are kept, and how many are needed to believe them.
+# Number of step times that are kept for each size and width, and how many a choice needs.
 _TIMES, _ENOUGH = 9, 3
-# Steps from one choice to the next; one of them verifies everything, to see what it would bring.
+# Steps between two choices; one of them verifies all drafts, to learn what they would bring.
 _PERIOD = 32
-# What one more step leaves of the counts of those before.
+# Decay of the counts of earlier steps, per step.
 _MEMORY = 0.995
-# One draft in two was right, before anything is known.
+# Prior counts: one draft in two is right.
 _RIGHT, _TRIED = 1.0, 2.0
 
 
 def draft_widths(draft_tokens: int) -> tuple[int, ...]:
-    """The widths that are tried: none, few, and all drafts."""
+    """Return the widths that are tried: none, few, and all drafts."""
     return tuple(sorted({min(width, draft_tokens) for width in (0, 1, 2, 3, draft_tokens)}))
 
 
 class DraftWidth:
-    """Chooses the width of each step."""
+    """Chooses the number of drafts that each step verifies."""
 
     def __init__(self, draft_tokens: int, ranks: Ranks, device: torch.device) -> None:
-        """Know nothing yet.
+        """Start without measurements.
 
         Args:
             draft_tokens: most drafts of a request.
-            ranks: the processes that must choose alike; each takes the same steps.
-            device: of this rank.
+            ranks: processes that must choose alike; each takes the same steps.
+            device: device of this rank.
         """
         self._widths = draft_widths(draft_tokens)
         self._ranks = ranks
@@ -56,12 +55,13 @@ class DraftWidth:
     def observe(
         self, requests: int, verified: Sequence[tuple[int, int]], seconds: float | None
     ) -> None:
-        """Note a step.
+        """Record the outcome of a step.
 
         Args:
-            requests: of the step.
-            verified: of each, how many drafts were verified, and how many of them were right.
-            seconds: what the step took; None where it did something besides.
+            requests: number of requests in the step.
+            verified: for each request, the number of drafts verified and the number that were
+                right.
+            seconds: duration of the step; None if it did other work as well.
         """
         for count, right in verified:
             for place in range(count):
@@ -74,10 +74,10 @@ class DraftWidth:
             self._seen[key] += 1
 
     def next(self, requests: int) -> int:
-        """Drafts of each request that the next step shall verify.
+        """Return the number of drafts of each request that the next step verifies.
 
         Args:
-            requests: of that step, which all ranks know alike.
+            requests: number of requests of that step, the same on all ranks.
         """
         size = _size(requests)
         for width in reversed(self._widths):
@@ -90,7 +90,7 @@ class DraftWidth:
         return self._widths[-1] if place == _PERIOD - 1 else self._chosen[size]
 
     def _best(self, size: int) -> int:
-        """The width of most tokens a second; of equals the narrowest."""
+        """Return the width with the most tokens a second; of equals the narrowest."""
         speeds = {}
         for width in self._widths:
             rates = zip(self._right[:width], self._tried[:width], strict=True)
@@ -100,5 +100,5 @@ class DraftWidth:
 
 
 def _size(requests: int) -> int:
-    """Steps of about as many requests take about as long: the next power of two."""
+    """Return the next power of two: steps of similar request counts take similar time."""
     return 1 << max(0, requests - 1).bit_length()

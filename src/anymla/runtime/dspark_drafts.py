@@ -1,8 +1,8 @@
 """Drafting with a DSpark drafter, which guesses a block of tokens at once.
 
-Once the backbone has verified its step, the positions that turned out final give their taps to the
-drafter's context; then one block behind the newest token guesses the next ones. Nothing else is
-carried over, and nothing that a rejected guess left is ever read.
+Once the backbone has verified its step, the taps of the positions that turned out final enter the
+drafter's context; then one block after the newest token guesses the next ones. No other state is
+carried over, and nothing reads the rows of a rejected guess.
 
 Source: the serving loop of the DSpark paper (arXiv 2607.05147).
 """
@@ -38,13 +38,13 @@ class DSparkDrafter:
         *,
         runner: DecodeRunner | None = None,
     ) -> None:
-        """Draft nothing yet.
+        """Start without drafts.
 
         Args:
-            model: the model.
-            planner: of the engine.
-            blocks: how blocks run.
-            runner: of the engine, for steps of fixed size.
+            model: network with a DSpark drafter.
+            planner: step planner of the engine.
+            blocks: sizes, caches and computation of the blocks.
+            runner: the engine's runner of steps of fixed size; None to run at the batch's size.
         """
         self._model = model
         self._planner = planner
@@ -52,9 +52,9 @@ class DSparkDrafter:
         self._runner = runner
 
     def taps(self, spans: Sequence[Span]) -> tuple[Taps | None, list[int]]:
-        """What a step of the backbone shall leave, and which of it is each span's first.
+        """Return the taps that a backbone step must record, and for each span its first tapped row.
 
-        The context reaches a window back, so that older tokens of a prompt are not wanted.
+        The context reaches a window back, so older tokens of a prompt need no taps.
         """
         rows: list[int] = []
         firsts = []
@@ -71,11 +71,11 @@ class DSparkDrafter:
         return self._blocks.taps(len(rows), index), firsts
 
     def run(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
-        """Follow the step's final tokens, and set the drafts of requests that go on.
+        """Process the step's final tokens, and set the drafts of requests that go on.
 
         Args:
-            spans: of the step just run; their requests hold what was chosen.
-            forwarded: the backbone's results.
+            spans: spans of the last step; their requests hold the chosen tokens.
+            forwarded: results of the backbone.
         """
         if forwarded.drafts is not None:
             rows = [row for row, span in enumerate(spans) if can_draft(span.state)]
@@ -115,8 +115,8 @@ class DSparkDrafter:
         drafting: Sequence[int],
         noise: DraftNoise | None,
     ) -> Tensor | None:
-        """Write the context of all that are followed; guess for some of them."""
-        # Nothing attends in this step: prompts need no workspaces.
+        """Write the context of all requests that are followed, and guess for some of them."""
+        # No query attends in this step, so prompts need no workspaces.
         step = self._planner.build(
             [dataclasses.replace(span, is_decode=True) for span in followed], window_only=True
         )
@@ -144,8 +144,8 @@ class DSparkDrafter:
     ) -> None:
         """Give each request its row of guesses, as far as they are worth verifying.
 
-        They end before the last token that may be generated, before a guess that is no token, and
-        before one that is too unlikely.
+        Drafts end before the last token that may be generated, before a guess that is no token, and
+        before a guess that is too unlikely.
         """
         vocab = self._model.config.vocab_size
         listed = guesses.tolist()

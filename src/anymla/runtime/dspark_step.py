@@ -1,4 +1,4 @@
-"""A DSpark drafter's steps: the context's rows of final tokens, and blocks behind them."""
+"""Steps of a DSpark drafter: context rows of final tokens, and blocks after them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from anymla.runtime.upload import to_device, upload
 
 @dataclasses.dataclass(frozen=True)
 class DraftNoise:
-    """What the guesses of sampled requests are drawn with: the noise of the target's choices.
+    """Sampling noise of the guesses, equal to the noise of the target's choices.
 
     Attributes:
         temperatures: float32 [R]; 0 takes the best guess.
-        keys: int64 [R, n], see ``noise_key``.
+        keys: int64 [R, n] noise keys, see ``noise_key``.
     """
 
     temperatures: Tensor
@@ -48,9 +48,9 @@ class DraftNoise:
         count: int,
         device: torch.device,
     ) -> DraftNoise | None:
-        """For ``count`` guesses a request, the first of which is at its position.
+        """Build the noise for ``count`` guesses a request, the first of which is at its position.
 
-        None where no request samples. A request's top-p is not applied to its guesses.
+        Returns None if no request samples. A request's top-p is not applied to its guesses.
         """
         if all(sampling.is_greedy for sampling in samplings):
             return None
@@ -64,12 +64,12 @@ class DraftNoise:
 
 @dataclasses.dataclass(frozen=True)
 class Followed:
-    """The end of a step's verified tokens, and the guesses behind it.
+    """Last token that a step made final, and the guesses after it.
 
     Attributes:
         anchors: int64 [R], the last token that each request's choices have made final.
-        drafts: int64 [R, count], see ``DraftBlocks.guess``.
-        right: int64 [R], drafts of the step that were right.
+        drafts: int64 [R, count] guesses, see ``DraftBlocks.guess``.
+        right: int64 [R], number of the step's drafts that were right.
     """
 
     anchors: Tensor
@@ -78,19 +78,20 @@ class Followed:
 
 
 class DraftBlocks:
-    """The sizes and caches of a drafter's blocks, and how they run.
+    """The sizes and caches of a drafter's blocks, and their computation.
 
     Attributes:
-        count: guesses of a block that are wanted.
-        size: rows of a block: as it was trained, or more where more guesses are wanted. All rows
-            see each other, so that a shorter block would be another function.
-        least_survival: guesses that are less likely to be right are not wanted.
-        window: positions of the context.
-        stages: the caches of the drafter's layers, which hold the context.
+        count: number of guesses of a block that are wanted.
+        size: rows of a block: the size that it was trained with, or more if more guesses are
+            wanted. All rows see each other, so a shorter block would compute another function.
+        least_survival: least probability, 0 to 1, that a guess and all before it are right; less
+            likely guesses are dropped.
+        window: number of context positions that a block sees.
+        stages: caches of the drafter's layers, which hold the context.
     """
 
     def __init__(self, model: Transformer, store: CacheStore, options: EngineOptions) -> None:
-        """Allocate the cache of the blocks' own rows, which all stages share in turn."""
+        """Allocate the cache of the blocks' own rows, which all stages use one after the other."""
         assert model.dspark is not None
         self.count = options.draft_tokens
         self.size = block_size(model.dspark.block_size, options)
@@ -99,7 +100,7 @@ class DraftBlocks:
         self.window = model.layer_specs[backbone].window
         self.stages = store.layers[backbone:]
         self._model = model
-        # Blocks and windows are rows of the same record, whatever compressed entries are.
+        # Blocks and windows use the same row format, even if compressed entries use another one.
         cache_format = dataclasses.replace(self.stages[0].format, compressed=None)
         own = get_layout(cache_format.main).allocate(options.max_requests, self.size, store.device)
         self._caches = [
@@ -108,11 +109,11 @@ class DraftBlocks:
         ]
 
     def taps(self, rows: int, index: Tensor | None = None) -> Taps:
-        """What a step of the backbone shall leave.
+        """Return the taps that a step of the backbone must record.
 
         Args:
-            rows: how many rows of it.
-            index: int32, which ones; None for all.
+            rows: number of rows to record.
+            index: int32 [rows], row of the step for each; None for all rows.
         """
         model = self._model
         assert model.dspark is not None
@@ -121,24 +122,25 @@ class DraftBlocks:
         return Taps(layers, torch.empty(shape, dtype=model.dtype, device=model.device), index)
 
     def write_context(self, taps: Tensor, step: Step) -> None:
-        """Write the context's rows of tokens that are final.
+        """Write the context rows of final tokens.
 
         Args:
-            taps: [T, taps, hidden].
-            step: the batch at their positions.
+            taps: backbone taps [T, taps, hidden].
+            step: step of those tokens at their positions.
         """
         self._model.write_context(taps, step, self.stages)
 
     def follow(self, step: Step, best: Tensor, taps: Tensor) -> Followed:
-        """Draft behind what a step has just chosen, in which every request takes the best tokens.
+        """Draft after the choices of a step in which every request takes the best tokens.
 
-        Nothing is asked of the host: how many drafts were right follows from the choices, which
-        are the context's final tokens.
+        The host takes no part: the number of right drafts follows from the choices, which are the
+        context's final tokens.
 
         Args:
-            step: of fixed size, as many rows a request, its drafts behind its newest token.
-            best: int64 [T], chosen behind each row.
-            taps: [T, taps, hidden].
+            step: step of fixed size with the same number of rows a request: its newest token, then
+                drafts.
+            best: int64 [T], token chosen after each row.
+            taps: backbone taps [T, taps, hidden].
 
         """
         ids, best, positions, is_valid = (
@@ -177,13 +179,13 @@ class DraftBlocks:
         """Run one block a request.
 
         Args:
-            context: the window group, one row of its table a request.
-            anchors: int64 [R], the newest tokens.
-            last: int64 [R], the positions before them.
-            max_seq_len: no request is longer.
-            noise: of sampled requests; None: the best guesses.
-            present: bool [R], requests that are no padding; None: all.
-            side: see ``Step``.
+            context: step metadata of the window group, one row of its block table a request.
+            anchors: int64 [R], newest token of each request.
+            last: int64 [R], position before each newest token.
+            max_seq_len: longest request in tokens.
+            noise: sampling noise of the requests; None to take the best guesses.
+            present: bool [R], False for padding requests; None if there is no padding.
+            side: further streams, see ``Step``.
 
         Returns:
             int64 [R, count], V where the logits have no finite best, and where a guess is not
@@ -219,7 +221,7 @@ class DraftBlocks:
 
 
 class DSparkStep:
-    """One bucket of the drafter: the final tokens' taps in, guesses out."""
+    """Step of the drafter for one bucket: maps the taps of final tokens to guesses."""
 
     def __init__(
         self,
@@ -235,13 +237,13 @@ class DSparkStep:
         """Allocate the buffers.
 
         Args:
-            model: the model.
-            store: the caches.
-            blocks: how blocks run.
-            bucket: the sizes; a request's rows are its tokens that are final.
-            record: replay a CUDA graph.
-            pool: see ``Graph``.
-            side: see ``Step``.
+            model: network with a DSpark drafter.
+            store: caches of the engine.
+            blocks: sizes, caches and computation of the blocks.
+            bucket: sizes of the step; a request's rows are its final tokens.
+            record: True to replay a CUDA graph.
+            pool: memory pool shared by graphs, see ``Graph``.
+            side: further streams, see ``Step``.
         """
         assert model.dspark is not None
         self._blocks = blocks
@@ -266,13 +268,13 @@ class DSparkStep:
         )
 
     def prepare(self) -> None:
-        """Record, if it has not been done."""
+        """Record the step, unless that has been done."""
         self._step.prepare()
 
     def run(
         self, spans: Sequence[Span], taps: Tensor, rows: Sequence[int], noise: DraftNoise | None
     ) -> Tensor:
-        """See ``DecodeRunner.draft_blocks``; the results last until the next run."""
+        """Run ``DecodeRunner.draft_blocks`` in this bucket; the results last until the next run."""
         index = [0] * self._bucket.rows
         source = iter(rows)
         for i, span in enumerate(spans):
@@ -292,7 +294,8 @@ class DSparkStep:
     def _body(self, step: Step) -> tuple[Tensor, ...]:
         self._blocks.write_context(self._taps, step)
         counts = step.is_valid.view(self._bucket.requests, -1).sum(1)
-        # A request's last final token stands before its anchor, which its last row names.
+        # A request's last final token is at the position before its anchor; its last row holds the
+        # anchor's id.
         anchors = step.token_ids.index_select(0, self._first_rows + (counts - 1).clamp(min=0))
         guess = self._blocks.guess(
             step.groups[WINDOW_GROUP],

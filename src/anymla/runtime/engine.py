@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time, on one device."""
+"""The engine: runs requests one step at a time on one device."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from anymla.runtime.workspaces import attends_to_workspaces
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """What one step did.
+    """Outcome of one step.
 
     Attributes:
-        prompt_tokens: tokens of prompts computed.
-        new_tokens: request id -> tokens generated, in order.
+        prompt_tokens: number of prompt tokens computed.
+        new_tokens: tokens generated, in order, by request id.
         finished: completions of the requests that ended.
     """
 
@@ -58,18 +58,18 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Ahead:
-    """A step that was launched before the tokens of the one in front of it were known.
+    """A step that was launched before the tokens of the step before it were known.
 
     Attributes:
-        states: its requests, some of which may have ended since.
-        launched: the step.
+        states: requests of the step, some of which may have ended since.
+        launched: the step that was launched.
     """
 
     states: list[RequestState]
     launched: Launched
 
     def unfinished(self) -> list[int]:
-        """Places of the requests that go on."""
+        """Return the indices of the requests that go on."""
         return [place for place, state in enumerate(self.states) if state.finish_reason is None]
 
 
@@ -80,13 +80,13 @@ class Engine:
     speculation, as far as the model's arithmetic does not: see ``anymla.runtime.sampler``.
 
     Attributes:
-        model: the model.
-        options: the engine's sizes.
+        model: network that is run.
+        options: sizes of the engine.
         store: caches, page pools and block tables.
-        scheduler: who waits and who runs.
+        scheduler: scheduler of waiting and running requests.
         workspace: scratch memory of the operations.
-        on_finish: called with the engine and the state of a request that ended, while its pages
-            still hold its rows.
+        on_finish: callback with the engine and the state of a request that ended, called while the
+            request's pages still hold its rows.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Engine:
         """Allocate the caches.
 
         Args:
-            model: the model.
-            options: the engine's sizes.
-            on_finish: see the attribute.
-            workspace: may be shared with whatever else runs on the same stream; None for one of
-                the engine's own.
+            model: network that is run.
+            options: sizes of the engine.
+            on_finish: callback for requests that end; see the attribute.
+            workspace: scratch memory, which may be shared with other work on the same stream; None
+                to allocate one.
 
         Raises:
             ValueError: options that the model does not allow.
@@ -154,7 +154,7 @@ class Engine:
         self._runner = decode_runner(model, self.store, options, self._blocks)
         self._states: dict[str, RequestState] = {}
         self._ahead: _Ahead | None = None
-        # Tokens and requests of steps whose tensors the operations have accepted.
+        # (tokens, requests) of steps whose tensors the operations have checked already.
         self._checked_sizes: set[tuple[int, int]] = set()
         self._backbone_layers = model.config.num_hidden_layers
         self._drafter: Drafter | None = None
@@ -187,10 +187,10 @@ class Engine:
         *,
         on_finish: Callable[[Engine, RequestState], None] | None = None,
     ) -> Engine:
-        """An engine with just the pages that the given requests need; see ``options_for``.
+        """Build an engine with just the pages that the given requests need; see ``options_for``.
 
         Raises:
-            ValueError: no request, or one that ``check_request`` refuses.
+            ValueError: there is no request, or ``check_request`` refuses one.
         """
         if not requests:
             raise ValueError("no request to size an engine for")
@@ -201,19 +201,19 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is waiting or running."""
+        """True if a request is waiting or running."""
         return bool(self._states)
 
     def state(self, request_id: str) -> RequestState:
-        """The state of a request that has not finished."""
+        """Return the state of a request that has not finished."""
         return self._states[request_id]
 
     def submit(self, request: Request) -> None:
         """Queue a request; it joins at the next step that has room.
 
         Raises:
-            ValueError: it is malformed, longer than the model or the engine allows, can never fit
-                in the page pools, or its id is in use.
+            ValueError: the request is malformed, longer than the model or the engine allows, or can
+                never fit in the page pools, or its id is in use.
         """
         check_request(request, self.model.config)
         if request.max_length > self.options.max_seq_len:
@@ -231,12 +231,13 @@ class Engine:
     def warm_up(self, only: Callable[[Bucket], bool] | None = None) -> None:
         """Run every size of step that serving meets, and record the graphs.
 
-        Without it, the first steps of each size take the time that this takes: seconds a kernel
-        where none has been compiled before. Afterwards nothing is compiled, and no step needs
-        more memory than was taken here.
+        Without it, the first step of each size takes this time: seconds for each kernel that has
+        not been compiled before. Afterwards nothing is compiled, and no step needs more memory than
+        was allocated here.
 
         Args:
-            only: decode steps that shall be ready, where nothing else is wanted, prompts neither.
+            only: predicate for the decode buckets to prepare; if given, nothing else is prepared,
+                not even prompts. None prepares all sizes.
         """
         self._require_memory(padded=True)
         runner = self._runner
@@ -255,7 +256,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> StepReport:
-        """Run one batch of tokens; reports nothing if no request is left."""
+        """Run one batch of tokens; the report is empty if no request is left."""
         begin = time.perf_counter()
         ahead, self._ahead = self._ahead, None
         rows = [] if ahead is None else ahead.unfinished()
@@ -301,11 +302,11 @@ class Engine:
         *,
         on_token: Callable[[str, int], None] | None = None,
     ) -> list[Completion]:
-        """Submit requests and step until nothing is left.
+        """Submit requests and step until none is left.
 
         Args:
-            requests: more requests.
-            on_token: called with request id and token as they come.
+            requests: further requests to submit first.
+            on_token: callback with request id and token, called as tokens are generated.
 
         Returns:
             Completions in the order of submission.
@@ -324,10 +325,10 @@ class Engine:
         return sorted(completions, key=lambda done: order[done.request.request_id])
 
     def cancel(self, request_id: str) -> Completion:
-        """End a request between steps; its pages are free again, other requests go on.
+        """End a request between steps, free its pages, and leave other requests alone.
 
         Returns:
-            What it has generated so far, with "stop" as the reason.
+            The tokens generated so far, with "stop" as the reason.
 
         Raises:
             KeyError: no such request is waiting or running.
@@ -339,7 +340,7 @@ class Engine:
     def _launch_ahead(
         self, runner: DecodeRunner, spans: Sequence[Span], launched: Launched
     ) -> _Ahead | None:
-        """The step behind one that has been launched, if nothing but its tokens decides it."""
+        """Launch the next step if the last one's tokens alone determine it."""
         states = [span.state for span in spans]
         goes_on = any(state.remaining > 1 for state in states)
         if not goes_on or self.scheduler.running != states or self.scheduler.can_admit():
@@ -361,7 +362,7 @@ class Engine:
         new_tokens: Mapping[str, list[int]],
         begin: float,
     ) -> None:
-        """Note the step just run, and cut the drafts of the next."""
+        """Record the last step, and cut the drafts of the next one."""
         verified = []
         for span in spans:
             if span.is_decode:

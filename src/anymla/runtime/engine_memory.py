@@ -1,4 +1,4 @@
-"""What an engine's sizes take at least, reckoned before anything is allocated."""
+"""Lower bounds of the memory that an engine's sizes take, computed before any allocation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from anymla.runtime.cache_size import page_bytes
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.sizing import block_size, drafts_blocks
 
-# Of Python's own objects: a number in a list, and an empty deque.
+# Bytes of Python's own objects: an integer in a list, and an empty deque.
 _NUMBER_BYTES, _DEQUE_BYTES = 40, 600
-# Of a slot in a list of rows: what it is computed from, or the list and a copy of it.
+# Bytes of a slot in a list of rows: the data that it is computed from, or the list and a copy.
 _SLOT_BYTES = 8
 
 
@@ -36,23 +36,24 @@ def require_engine_memory(
     ngram_buffers: bool = False,
     padded: bool = False,
 ) -> None:
-    """Raise unless the device, and the host beside it, have what an engine takes at the least.
+    """Raise unless the device and the host have the memory that an engine needs at least.
 
     Args:
-        config: the model.
-        specs: layers that have caches.
-        groups: of those layers.
-        cache_format: row formats.
-        pages: usable pages by group.
-        options: the engine's sizes.
-        dtype: of the activations.
-        device: of the model.
-        ngram_bytes: of the n-gram rows of a token, in all layers that read some.
-        ngram_buffers: whether decode steps keep theirs at fixed addresses.
-        padded: reckon with steps as large as the options allow, though no requests could fill them.
+        config: configuration of the model.
+        specs: specs of the layers that have caches.
+        groups: cache groups of those layers.
+        cache_format: row formats of the caches.
+        pages: number of usable pages by group.
+        options: sizes of the engine.
+        dtype: dtype of the activations.
+        device: device of the model.
+        ngram_bytes: bytes of a token's n-gram rows, summed over the layers that read some.
+        ngram_buffers: True if decode steps keep n-gram rows at fixed addresses.
+        padded: True to assume steps as large as the options allow, even if no requests could fill
+            them.
 
     Raises:
-        NotEnoughMemory: they have not.
+        NotEnoughMemory: the device or the host has less.
     """
     parts = {
         "caches": sum(
@@ -96,7 +97,7 @@ def _blocks(
     options: EngineOptions,
     itemsize: int,
 ) -> dict[str, int]:
-    """Bytes of what a DSpark drafter has besides its caches: the blocks' rows, and taps."""
+    """Return the bytes of a DSpark drafter besides its context: block rows and taps."""
     if not drafts_blocks(specs):
         return {}
     assert config.dspark is not None
@@ -118,7 +119,7 @@ def _largest_step(
     *,
     padded: bool,
 ) -> dict[str, int]:
-    """Bytes of the largest step's streams, logits, n-gram rows, and lists of rows to attend to."""
+    """Return the bytes of the largest step: streams, logits, n-gram rows, and lists of rows."""
     held = options.max_requests * options.max_seq_len
     tokens, chosen = options.batch_tokens, options.max_requests * (1 + options.draft_tokens)
     if not padded:
@@ -130,7 +131,7 @@ def _largest_step(
         elif group.kind == "compressed" and group.lists_entries(options.max_seq_len):
             listed += options.max_seq_len // group.ratio
     return {
-        # What a layer is given and what it leaves.
+        # Input and output of a layer.
         "streams of a step": 2 * tokens * config.hc_mult * config.hidden_size * itemsize,
         "logits of a step": 4 * chosen * config.vocab_size,
         "n-gram rows of a step": tokens * ngram_bytes,

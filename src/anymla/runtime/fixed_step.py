@@ -1,8 +1,8 @@
-"""A step of fixed size: everything it reads lies in buffers that never move.
+"""A step of fixed size: all of its inputs lie in buffers that never move.
 
-The host writes a few integers a request into one buffer; the rest of the step, metadata included,
-happens on the device and is the same for any batch that fits. Requests and rows that are not there
-are padding: they have no request, write no cache row, and their results mean nothing.
+The host writes a few integers a request into one buffer. The rest of the step, metadata included,
+happens on the device and is the same for any batch that fits. Missing requests and rows are
+padding: they belong to no request, write no cache row, and their results are undefined.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from anymla.runtime.span import Span
 
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """The requests' tokens of the next step, as a step itself has chosen them.
+    """Tokens of the next step, chosen by the step itself.
 
     Attributes:
-        token_ids: integers [R, bucket.tokens]; a negative one ends a request's tokens.
+        token_ids: integers [R, bucket.tokens] token ids; a negative one ends a request's tokens.
         advance: integers [R], positions from a request's first token to its next one.
     """
 
@@ -44,12 +44,12 @@ Body = Callable[[Step], tuple[Any, ...]]
 
 
 class FixedStep:
-    """One bucket's step, recorded where that is possible.
+    """One bucket's step, recorded as a graph where that is possible.
 
     Row ``i * bucket.tokens + j`` of every result belongs to token j of span i.
 
     Attributes:
-        bucket: the sizes.
+        bucket: sizes of the step.
     """
 
     def __init__(
@@ -70,18 +70,19 @@ class FixedStep:
         """Allocate the buffers.
 
         Args:
-            store: the caches, whose block tables are read and kept up to date.
-            bucket: the sizes.
-            body: from the step to the results that are wanted.
-            record: replay a CUDA graph.
-            window_only: for draft layers, which keep no other cache.
-            backend: of the selection operations.
-            pool: see ``Graph``.
-            side: see ``Step``.
-            reads: see ``device_step``.
-            ngrams: for as many tokens as the bucket has; None where no layer reads any.
-            carries: the body's last result is a ``Carry``, from which ``advance`` runs the step
-                behind this one.
+            store: caches whose block tables are read and kept up to date.
+            bucket: sizes of the step.
+            body: function that maps the step to the wanted results.
+            record: True to replay a CUDA graph.
+            window_only: True for draft layers, which keep no other cache.
+            backend: name of the backend of the selection operations; None for the best.
+            pool: memory pool shared by graphs, see ``Graph``.
+            side: further streams, see ``Step``.
+            reads: choice of how shared rows are read, see ``device_step``.
+            ngrams: n-gram buffers for as many tokens as the bucket has; None if no layer reads
+                n-grams.
+            carries: True if the body's last result is a ``Carry``, from which ``advance`` runs the
+                next step.
         """
         self.bucket = bucket
         self._store = store
@@ -116,12 +117,12 @@ class FixedStep:
         self._graph = Graph(self._run, device, record=record, pool=pool)
 
     def rehearse(self) -> None:
-        """Run once, with nothing but padding."""
+        """Run once on padding alone."""
         self._fill([])
         self._run()
 
     def prepare(self) -> tuple[Tensor, ...]:
-        """Record, with nothing but padding; where the results will be."""
+        """Record on padding alone, and return the tensors that will hold the results."""
         self._fill([])
         return self._graph.prepare()
 
@@ -135,11 +136,11 @@ class FixedStep:
         return self._graph()
 
     def advance(self, stops: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
-        """Run the step behind the last one, for the same requests and the tokens that it carries.
+        """Run the step after the last one, for the same requests and the tokens that it carries.
 
         Args:
-            stops: row in the block tables and position that its tokens end before, of each
-                request.
+            stops: for each request, its row in the block tables and the position before which its
+                tokens end.
         """
         assert self._carries
         self._extend(stops)
@@ -161,14 +162,15 @@ class FixedStep:
             self._copied.synchronize()
 
     def _send(self, part: slice) -> None:
-        """Copy a part of the host's buffer to the device's."""
-        # Without an event nothing says when the host's memory may be written again.
+        """Copy a part of the host's buffer to the device."""
+        # Without an event the host cannot tell when its memory may be written again, so that copy
+        # waits.
         self._buffer[part].copy_(self._host[part], non_blocking=self._copied is not None)
         if self._copied is not None:
             self._copied.record()
 
     def _fill(self, spans: Sequence[Span]) -> None:
-        """Write the batch, and the block tables' changes, to the device's buffer."""
+        """Write the batch, and the changes of the block tables, to the device's buffer."""
         self._wait()
         written = self._written
         written["token_ids"][:] = -1
@@ -194,13 +196,14 @@ class FixedStep:
 
     def _write_changes(self) -> None:
         places, pages = (self._written[name] for name in ("places", "pages"))
-        # Whatever is not a change names the row of nobody.
+        # Unused places write to the row of padding requests.
         places[:] = self._store.absent_row * self._store.joint_tables.shape[1]
         pages[:] = NULL_PAGE
         count = 0
         for group in self._groups:
             table = self._store.tables[group.name]
-            if count + table.num_changes > len(places):  # a prompt's pages, or of who has left
+            # true for a prompt's pages, and for those of requests that ended
+            if count + table.num_changes > len(places):
                 table.write_changes()
             changed, taken = table.take_changes()
             places[count : count + len(changed)] = changed
@@ -226,7 +229,7 @@ class FixedStep:
         return tuple(results)
 
     def _tables(self) -> dict[str, Tensor]:
-        """Write the block tables' changes, and read the requests' tables of each group."""
+        """Apply the block tables' changes, and gather the requests' tables by group."""
         store, requests = self._store, self._read["rows"]
         joint = store.joint_tables
         joint.view(-1).scatter_(0, self._read["places"].long(), self._read["pages"])
@@ -236,15 +239,15 @@ class FixedStep:
             first = table.joint_columns.start
             parts[group.name] = slice(first, first + table.columns(self.bucket.max_seq_len))
         wanted = sum(part.stop - part.start for part in parts.values())
-        if 2 * wanted < joint.shape[1]:  # of a short bucket: what is not wanted would be most
+        if 2 * wanted < joint.shape[1]:  # in a short bucket most columns are unused
             return {name: joint[:, part].index_select(0, requests) for name, part in parts.items()}
         rows = joint.index_select(0, requests)
         return {name: rows[:, part] for name, part in parts.items()}
 
     def _carry(self, carry: Carry) -> None:
-        """Write the next step's requests where this one has read its own.
+        """Write the next step's requests to the inputs that this one has read.
 
-        Tokens end before a request's limit: what it may generate, it has then computed.
+        Tokens end before a request's limit; all tokens that it may generate are computed by then.
         """
         starts, counts = self._read["starts"], self._read["counts"]
         starts += carry.advance * (counts > 0)
@@ -257,8 +260,8 @@ class FixedStep:
 
 
 def _most_changes(group: CacheGroup, bucket: Bucket) -> int:
-    """Block table entries that change between two decode steps: taken, and returned.
+    """Return the most block table entries that change between two decode steps: taken and returned.
 
-    A step behind one whose results are not known yet takes the pages of both.
+    A step that follows one whose results are not known yet takes the pages of both.
     """
     return 2 * bucket.requests * (ceil_div(2 * bucket.tokens, group.tokens_per_page) + 1)

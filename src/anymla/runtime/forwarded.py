@@ -1,4 +1,4 @@
-"""What a forward pass of the backbone leaves for choosing and drafting tokens."""
+"""Results of the backbone's forward pass, from which tokens are chosen and drafted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from anymla.runtime.upload import upload
 
 @dataclasses.dataclass(frozen=True)
 class Forwarded:
-    """Results of a step, by row.
+    """Results of a step, one row a token.
 
     Attributes:
-        hidden: [rows, N, D], the backbone's streams.
+        hidden: streams [rows, N, D] of the backbone.
         first_rows: row of each span's first token; its other tokens follow.
-        logits: float32 [rows, V], or None where they are not computed for all rows.
-        best: int64 [rows], the best token behind each row, the same on all ranks, or V without a
-            finite logit; it may be on the host, as may the two below. None where it is not known.
-        best_logprobs: with best, those tokens' log-probabilities.
-        taps: [rows, taps, D], see ``layers.dspark.Taps``, or None.
-        first_taps: with taps, the row of each span's first that is there; its others follow.
-        drafts: int64 [R, n], behind each span, where they have been made; see
-            ``DraftBlocks.guess``.
+        logits: float32 [rows, V], or None if they are not computed for all rows.
+        best: int64 [rows], best token after each row, the same on all ranks, or V if no logit is
+            finite; it may be on the host, as may the two below. None if it is not known.
+        best_logprobs: float32 [rows], log-probabilities of ``best``; set together with it.
+        taps: backbone taps [rows, taps, D], see ``layers.dspark.Taps``, or None.
+        first_taps: row of each span's first token in ``taps``; its other tokens follow.
+        drafts: int64 [R, n], guesses after each span, see ``DraftBlocks.guess``; None if none were
+            made.
     """
 
     hidden: Tensor
@@ -46,13 +46,13 @@ class Forwarded:
         taps: Tensor | None = None,
         first_taps: Sequence[int] = (),
     ) -> Forwarded:
-        """Of a step whose rows are the spans' tokens one after the other."""
+        """Build the results of a step whose rows are the spans' tokens one after the other."""
         *first_rows, _ = accumulate((len(span.token_ids) for span in spans), initial=0)
         return cls(hidden, first_rows, taps=taps, first_taps=first_taps)
 
 
 def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """The given rows; a view if they are the leading ones."""
+    """Return the given rows; a view if they are the leading ones."""
     if list(rows) == list(range(len(rows))):
         return values[: len(rows)]
     (index,) = upload([rows], values.device)

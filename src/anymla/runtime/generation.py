@@ -10,20 +10,20 @@ from anymla.runtime.request import FinishReason
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A text that was generated.
+    """A generated text.
 
     Attributes:
-        text: without the prompt, and without the stop string; of a chat, without thinking and
-            tool calls.
-        token_ids: the tokens generated, a stop token included; of a stop string, up to the token
-            that completes it.
-        logprobs: of these tokens, before temperature and restrictions.
+        text: generated text without the prompt and without the stop string; in a chat, without
+            thinking and tool calls.
+        token_ids: generated tokens, a stop token included; for a stop string, up to the token that
+            completes it.
+        logprobs: natural log-probabilities of these tokens, before temperature and restrictions.
         finish_reason: "stop" after a stop token or string, else "length".
-        prompt_token_ids: the prompt.
-        drafted: draft tokens that were verified.
-        accepted: those that were right.
-        reasoning: of a chat, the thinking before the text.
-        tool_calls: of a chat, the calls behind the text, as the OpenAI API writes them.
+        prompt_token_ids: token ids of the prompt.
+        drafted: number of draft tokens that were verified.
+        accepted: number of draft tokens that were right.
+        reasoning: thinking before the text, in a chat.
+        tool_calls: tool calls after the text, in a chat, as the OpenAI API writes them.
     """
 
     text: str

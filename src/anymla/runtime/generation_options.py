@@ -1,4 +1,4 @@
-"""Keyword options of ``LLM``: their types, and the right name for a wrong one."""
+"""Keyword options of ``LLM``: their types, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ _R = TypeVar("_R")
 
 
 class GenerationOptions(TypedDict, total=False):
-    """How a text is generated; what is left out or None is as ``generation_config.json`` says.
+    """Options of generation; missing or None takes the value of ``generation_config.json``.
 
     Attributes:
-        max_new_tokens: tokens to generate, at most; 128 where the file says nothing.
-        temperature: 0 takes the best token, which is also done where the file says nothing.
-        top_p: choose among the best tokens that reach this probability together.
-        top_k: choose among so many of the best tokens; 0 for all.
-        min_p: choose among tokens that have this part of the best one's probability.
-        repetition_penalty: divide positive logits of tokens that are in the prompt or the text by
-            this, and multiply others.
-        presence_penalty: subtract this from the logits of tokens that have been generated.
-        frequency_penalty: the same, as many times as each has been generated.
-        seed: names the noise, which depends on it and the token's position alone.
-        stop: a string, or several, that end the text, which stops before them.
-        ignore_eos: go on after an end-of-text token.
+        max_new_tokens: most tokens to generate; 128 if the file does not say.
+        temperature: divisor of the logits; 0 takes the best token, the default if the file does not
+            say.
+        top_p: keep the fewest best tokens whose probabilities sum to this, 0 to 1.
+        top_k: number of best tokens to keep; 0 for all.
+        min_p: keep tokens with at least this fraction of the best one's probability.
+        repetition_penalty: divisor of positive logits and factor of negative ones, for tokens in
+            the prompt or the text.
+        presence_penalty: amount subtracted from the logits of tokens that have been generated.
+        frequency_penalty: amount subtracted from a token's logit for each time that it has been
+            generated.
+        seed: integer that determines the noise, together with a token's position.
+        stop: string, or several, that end the text, which stops before them.
+        ignore_eos: True to continue after an end-of-text token.
     """
 
     max_new_tokens: int | None
@@ -49,7 +51,7 @@ class GenerationOptions(TypedDict, total=False):
 
 
 _HINTS = typing.get_type_hints(GenerationOptions)
-# What is not None where it is left out.
+# Defaults that are not None.
 _DEFAULTS = {"seed": 0, "stop": (), "ignore_eos": False}
 _PARAMETERS = [
     inspect.Parameter(
@@ -60,7 +62,7 @@ _PARAMETERS = [
 
 
 def options_by_name(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Show a method's keyword options in its signature, and name the right one for a wrong one."""
+    """Show a method's keyword options in its signature, and suggest names for unknown ones."""
     shown = inspect.signature(method)
     own = [each for each in shown.parameters.values() if each.kind is not each.VAR_KEYWORD]
     if len(own) < len(shown.parameters):
@@ -85,10 +87,10 @@ def options_by_name(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def checked_options(options: GenerationOptions) -> GenerationOptions:
-    """Check the types of options, and leave out those that are None.
+    """Check the types of options, and drop those that are None.
 
     Raises:
-        TypeError: a value that is not of the option's type.
+        TypeError: a value is not of its option's type.
     """
     checked: dict[str, object] = {}
     for name, value in options.items():

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Runs before recording: the first compiles kernels and fills caches, the second finds them there.
+# Number of runs before recording: the first compiles kernels and fills caches, the second uses
+# them.
 _REHEARSALS = 2
 
 
 class Graph:
     """A function of no arguments that always reads and writes the same tensors.
 
-    On a GPU it is recorded as a CUDA graph and replayed; the launches are those of the function
-    called directly, in the same order, so the results have the same bits. Elsewhere, and with
-    ``record=False``, the function is called, and its results are copied to where the first call
-    left them: whoever uses them sees the same lifetimes as with a graph.
+    On a GPU it is recorded as a CUDA graph and replayed. The launches are those of a direct call,
+    in the same order, so the results have the same bits. Elsewhere, and with ``record=False``, the
+    function is called and its results are copied to the tensors of the first call, so that
+    lifetimes are the same as with a graph.
 
     Results are overwritten by the next call.
     """
@@ -34,10 +35,10 @@ class Graph:
         """Record nothing yet.
 
         Args:
-            function: returns tensors; must not synchronise, and may be called any number of times
-                before the first use without doing harm.
-            device: of all of its tensors.
-            record: replay a CUDA graph. Only on CUDA devices.
+            function: function that returns tensors. It must not synchronise, and further calls
+                before the first use must be harmless.
+            device: device of all of its tensors.
+            record: True to replay a CUDA graph, on CUDA devices only.
             pool: memory pool shared with other graphs, of which one runs at a time.
         """
         assert not record or device.type == "cuda"
@@ -50,11 +51,11 @@ class Graph:
 
     @property
     def prepared(self) -> bool:
-        """Whether the first call has been prepared."""
+        """True if the first call has been prepared."""
         return self._results is not None
 
     def prepare(self) -> tuple[Tensor, ...]:
-        """Rehearse and record, if it has not been done; where the results will be."""
+        """Rehearse and record unless that has been done; return the result tensors."""
         if self._results is not None:
             return self._results
         if not self._records:
@@ -67,7 +68,7 @@ class Graph:
                 self._function()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (those that watch over NCCL, say) may go on with what they do.
+        # Other threads, for example NCCL's watchdog, may call CUDA during capture.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
         ):
@@ -76,7 +77,7 @@ class Graph:
         return results
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """Run; prepares at the first call."""
+        """Run the computation; the first call prepares it."""
         results = self.prepare()
         if self._graph is not None:
             self._graph.replay()

@@ -1,6 +1,6 @@
-"""The step of a few tokens on a CPU, from integers: a decode step has no time for tensor calls.
+"""The step of a few tokens on a CPU, computed from Python integers without calls on tensors.
 
-Says the same as ``StepPlanner.build`` does through the selection operations.
+It gives the same step as ``StepPlanner.build`` does through the selection operations.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.span import Span
 
-# Row of the step's block tables and position of every token.
+# (row of the step's block tables, position) of every token.
 Tokens = Sequence[tuple[int, int]]
 
 
 def host_step(
     store: CacheStore, spans: Sequence[Span], num_decodes: int, *, window_only: bool
 ) -> Step:
-    """See ``StepPlanner.build``."""
+    """Build the step of ``StepPlanner.build`` on the host."""
     counts = [len(span.token_ids) for span in spans]
     rows = [span.state.row for span in spans]
     stops = [span.stop for span in spans]
@@ -75,7 +75,7 @@ def host_step(
 
 
 def _slot(table: NDArray[np.int32], group: CacheGroup, row: int, position: int) -> int:
-    """Where the token, or the entry that it closes, is stored; -1 if it closes none."""
+    """Return the slot of the token, or of the entry that it completes; -1 if it completes none."""
     entry, place = divmod(position, group.ratio)
     if place != group.ratio - 1:
         return -1

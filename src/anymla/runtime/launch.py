@@ -1,4 +1,4 @@
-"""Joining the processes that torchrun has started."""
+"""Start-up and shutdown of the processes that torchrun has started."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torch import Tensor, distributed
 
 from anymla.layers.ranks import ALONE, PeerMemory, Ranks
 
-# Largest tensor that ranks add through each other's memory: each sends all of it to all others,
-# where a ring moves twice a tensor in all. A rank keeps three of them from every rank.
+# Largest tensor, in bytes, that ranks add through each other's memory. Each rank sends the whole
+# tensor to all others, where a ring sends twice its size in total. A rank keeps three such tensors
+# from every rank.
 _PEER_BYTES = 2 << 20
 
 
 def launched() -> Ranks:
-    """This process among those that torchrun started; alone without it."""
+    """Return this process's ranks as torchrun started it; a single rank without torchrun."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     return Ranks(int(os.environ.get("RANK", "0")), size) if size > 1 else ALONE
 
 
 def local_device(device: str) -> torch.device:
-    """The device of this process: its own of the machine's, if there are several processes."""
+    """Return this process's device: with several processes, one of the machine's devices each."""
     if device == "cpu" or launched().size == 1:
         return torch.device(device)
     return torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -33,12 +34,12 @@ def local_device(device: str) -> torch.device:
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
-    """Join the other processes, and leave them at the end; nothing to do when alone.
+    """Join the other processes, and leave them at the end; do nothing for a single rank.
 
-    Nothing may keep an engine with recorded graphs beyond that.
+    No engine with recorded graphs may outlive the block.
 
     Args:
-        device: of this process; NCCL serves CUDA devices, gloo the CPU.
+        device: device of this process; NCCL serves CUDA devices, gloo the CPU.
     """
     ranks = launched()
     if ranks.size == 1:
@@ -54,20 +55,20 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         yield ranks
     finally:
         # NCCL's communicator lives until the last graph that calls it is gone, and leaving waits
-        # for that; recorded steps and what they run refer to each other.
+        # for that. Recorded steps are in reference cycles, so they have to be collected.
         gc.collect()
         distributed.destroy_process_group()
 
 
 def with_peer_memory(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Ranks:
-    """The ranks, exchanging small tensors through each other's memory where their devices can.
+    """Let ranks exchange small tensors through each other's memory where their devices can.
 
-    To be called by all of them at a time, once they have joined.
+    All ranks must call it together, once they have joined.
 
     Args:
-        ranks: as ``launched`` says.
-        device: of this rank.
-        dtype: of the tensors that are added, a model's activations.
+        ranks: ranks as ``launched`` returns them.
+        device: device of this rank.
+        dtype: dtype of the tensors that are added, a model's activations.
     """
     if ranks.size == 1 or device.type != "cuda" or torch.version.hip is not None:
         return ranks

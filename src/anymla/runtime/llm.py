@@ -1,4 +1,4 @@
-"""The interface that people know: ``LLM("directory").generate("text", max_new_tokens=20)``."""
+"""The main interface: ``LLM("directory").generate("text", max_new_tokens=20)``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NEW_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """How texts are generated, with the checkpoint's word for what the caller left open."""
+    """Generation parameters, completed by the checkpoint's defaults."""
 
     max_new_tokens: int
     is_length_given: bool
@@ -55,15 +55,15 @@ class _Asked:
 class LLM:
     """A checkpoint that generates text.
 
-    Calls build an engine for their requests and give its memory back; a long-lived server drives
-    ``anymla.runtime.engine.Engine``, or is vLLM (docs/serve.md).
+    A call builds an engine for its requests and frees its memory at the end. A long-lived server
+    drives ``anymla.runtime.engine.Engine``, or is vLLM (docs/serve.md).
 
     Attributes:
-        model: the network.
-        tokenizer: of the checkpoint.
-        defaults: of its ``generation_config.json``.
-        new_tokens: generated, at most, where neither caller nor ``generation_config.json`` says how
-            many; 128 at first.
+        model: network of the checkpoint.
+        tokenizer: tokenizer of the checkpoint.
+        defaults: values of its ``generation_config.json``.
+        new_tokens: most tokens to generate if neither the caller nor ``generation_config.json``
+            says how many; 128 at first.
     """
 
     @options_by_name
@@ -85,28 +85,29 @@ class LLM:
         """Load a checkpoint.
 
         Args:
-            model: a directory with ``config.json``, ``tokenizer.json`` and safetensors, and if
-                wanted ``generation_config.json`` and a chat template; or a checkpoint's name on
-                the Hugging Face Hub, ``owner/name`` or ``owner/name@revision``, which is taken from
-                its cache or fetched (with huggingface_hub installed).
-            device: where it runs; None or "auto" for the accelerator if there is one, else the CPU.
-            dtype: activations: "bf16" or "fp32", torch's dtypes and their names, or "auto" for what
-                ``config.json`` says, of these two.
-            kv_cache: of cache rows, as in ``EngineOptions``.
-            drafts: with which drafter; "auto" for what the files hold, "off" for none. Drafts
-                change no token.
-            draft_tokens: guessed ahead; None for as many as the drafter is made for.
-            backend: asked of every operation; None for the best.
+            model: a directory with ``config.json``, ``tokenizer.json`` and safetensors, and
+                optionally ``generation_config.json`` and a chat template; or a checkpoint's name on
+                the Hugging Face Hub, ``owner/name`` or ``owner/name@revision``, which is read from
+                its cache or downloaded (with huggingface_hub installed).
+            device: device to run on; None or "auto" for the accelerator if there is one, else the
+                CPU.
+            dtype: dtype of activations: "bf16" or "fp32", torch's dtypes and their names, or "auto"
+                for the one of these two that ``config.json`` names.
+            kv_cache: format of cache rows, as in ``EngineOptions``.
+            drafts: drafter to use; "auto" for the one in the files, "off" for none. Drafts change
+                no token.
+            draft_tokens: number of tokens guessed ahead; None for the drafter's own number.
+            backend: name of the backend of every operation; None for the best.
             chunk_size: most prompt tokens of a request in one step.
-            max_requests: requests that run at once.
-            threads: of torch on a CPU; None for as many as the model's size pays for.
-            progress: show a bar while loading.
+            max_requests: number of requests that run at once.
+            threads: number of torch's CPU threads; None for as many as the model's size pays for.
+            progress: True to show a bar while loading.
 
         Raises:
-            TypeError: an option that there is not; with the name that it has here.
-            ValueError: unusable options, a directory that is no checkpoint, or a name that is
-                neither here nor can be fetched.
-            NotEnoughMemory: the device has too little for it.
+            TypeError: an unknown option; the message suggests the right name.
+            ValueError: unusable options, a directory that is no checkpoint, or a name that neither
+                exists here nor can be downloaded.
+            NotEnoughMemory: the device has too little memory for the checkpoint.
         """
         place = named_device(device, "device")
         directory = local_checkpoint(model)
@@ -142,7 +143,7 @@ class LLM:
         return self.model.config
 
     def engine(self, requests: Sequence[Request]) -> Engine:
-        """An engine of this model with room for these requests, which are not submitted yet."""
+        """Build an engine of this model with room for these requests, which are not submitted."""
         return Engine.for_requests(self.model, self._options, requests)
 
     @overload
@@ -169,21 +170,22 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerationOptions]
     ) -> Generation | list[Generation]:
-        """Continue a text, or many together.
+        """Continue one text, or many together.
 
         Args:
             prompts: a text or its token ids; or several, each a text or its token ids. Ids are
-                integers in a list, or an integer array or tensor: [T] of one prompt, or
-                [prompts, T].
-            **options: see ``GenerationOptions``.
+                integers in a list, or an integer array or tensor: [T] for one prompt, or [prompts,
+                T].
+            **options: fields of ``GenerationOptions``.
 
         Returns:
-            One result for one prompt, else a list in the order of the prompts. What else is in the
-            list, and drafts, change a text by no more than the order in which sums are rounded.
+            One result for one prompt, else a list in the order of the prompts. Neither other
+            prompts nor drafts change a text, except through the order in which sums are rounded.
 
         Raises:
-            TypeError: no prompt, or an option that there is not; with the name that it has here.
-            ValueError: a prompt that is empty or too long, or unusable options.
+            TypeError: there is no prompt, or an option is unknown; the message suggests the right
+                name.
+            ValueError: a prompt is empty or too long, or options are unusable.
         """
         asked = self._asked(**checked_options(options))
         one, several = read_prompts(prompts)
@@ -210,14 +212,14 @@ class LLM:
 
     @options_by_name
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Iterator[str]:
-        """Continue one text; yields it as it comes.
+        """Continue one text and yield it as it is generated.
 
         Args:
             prompt: a text or its token ids, as for ``generate``.
-            **options: see ``GenerationOptions``.
+            **options: fields of ``GenerationOptions``.
 
         Raises:
-            TypeError: several prompts, or an option that there is not.
+            TypeError: there are several prompts, or an option is unknown.
         """
         one, prompts = read_prompts(prompt)
         if not one:
@@ -251,33 +253,34 @@ class LLM:
     ) -> Generation:
         """Answer a dialogue.
 
-        It is written as the checkpoint's chat template says; without one, as DeepSeek-V4 or V4.1
-        was trained on dialogues. Code that lies beside a checkpoint is never run.
+        The checkpoint's chat template writes the dialogue; without one, the format that DeepSeek-V4
+        or V4.1 was trained on is used. Code in a checkpoint's directory is never run.
 
         Args:
-            messages: each with "role" ("system", "user", "assistant" or "tool") and "content", a
-                string or a list of parts of type "text". An assistant's may hold "tool_calls" in
-                place of content, and "reasoning_content" or "reasoning"; a tool's names the call
-                that it answers in "tool_call_id". A text alone is one message of the user's.
-            tools: functions that may be called, as the OpenAI API lists them.
-            thinking: think before the answer; None for the chat template's own default, or not to
-                think where there is none.
-            reasoning_effort: how thorough the thinking is, which it turns on: "low", "high" or
+            messages: mappings with "role" ("system", "user", "assistant" or "tool") and "content",
+                a string or a list of parts of type "text". An assistant's message may hold
+                "tool_calls" in place of content, and "reasoning_content" or "reasoning"; a tool's
+                message names the call that it answers in "tool_call_id". A bare string is one
+                message of the user.
+            tools: functions that may be called, in the OpenAI API's form.
+            thinking: True to think before the answer; None for the chat template's default, or for
+                no thinking without a template.
+            reasoning_effort: thoroughness of the thinking, which it turns on: "low", "high" or
                 "max", for V4.1 also 1 to 100; "none" turns it off.
-            continue_final_message: go on with the last message, an assistant's, instead of
-                answering it; None: wherever the last message is an assistant's text.
-            chat_template_kwargs: further names for the chat template.
-            dialogue: the caches of the turns before, see ``dialogue``; None to read all messages.
-            **options: see ``GenerationOptions``.
+            continue_final_message: True to continue the last message, an assistant's, instead of
+                answering it; None to do so if the last message is an assistant's text.
+            chat_template_kwargs: further variables of the chat template.
+            dialogue: caches of the turns before, see ``dialogue``; None to read all messages.
+            **options: fields of ``GenerationOptions``.
 
         Returns:
-            The answer: ``text``, and apart from it ``reasoning`` and ``tool_calls``. An answer
-            that is not in the format is text.
+            The answer in ``text``, and separately its ``reasoning`` and ``tool_calls``. An answer
+            that breaks the format is all text.
 
         Raises:
             ConfigError: the chat template refuses the messages, or there is none and the tokenizer
                 lacks tokens that the format needs.
-            ValueError: messages, tools or options that cannot be meant.
+            ValueError: invalid messages, tools or options.
         """
         answer = self.stream_chat(
             messages,
@@ -306,21 +309,21 @@ class LLM:
         dialogue: Dialogue | None = None,
         **options: Unpack[GenerationOptions],
     ) -> ChatAnswer:
-        """Answer a dialogue, part by part: thinking and text apart, as they come.
+        """Answer a dialogue part by part, thinking and text separately, as they are generated.
 
         Args:
-            messages: as for ``chat``; so are the other arguments.
+            messages: messages as for ``chat``; so are the other arguments.
             tools: functions that may be called.
-            thinking: think before the answer.
-            reasoning_effort: how thorough the thinking is.
-            continue_final_message: go on with the last message.
-            chat_template_kwargs: further names for the chat template.
-            dialogue: the caches of the turns before.
-            **options: see ``GenerationOptions``.
+            thinking: True to think before the answer.
+            reasoning_effort: thoroughness of the thinking.
+            continue_final_message: True to continue the last message.
+            chat_template_kwargs: further variables of the chat template.
+            dialogue: caches of the turns before.
+            **options: fields of ``GenerationOptions``.
 
         Returns:
-            An iterator over parts, each with ``kind`` ("reasoning" or "text") and ``text``; its
-            ``result`` is the whole answer behind the last part.
+            An iterator over parts, each with ``kind`` ("reasoning" or "text") and ``text``; after
+            the last part, its ``result`` is the whole answer.
         """
         asked = self._asked(**checked_options(options))
         chat = ChatOptions(
@@ -347,12 +350,12 @@ class LLM:
         )
 
     def dialogue(self) -> Dialogue:
-        """Caches for one dialogue, so that each turn reads what is new; see ``chat``."""
+        """Create the caches for one dialogue, so that each turn reads only its new tokens."""
         return Dialogue(self.model, self.tokenizer, self._options, ends=self._ends)
 
     @property
     def _ends(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """Return the ids of tokens that end a text."""
         return frozenset(self.config.eos_token_ids) | frozenset(self.defaults.eos_token_ids)
 
     def chat_prompt(
@@ -365,7 +368,7 @@ class LLM:
         continue_final_message: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a dialogue up to where the next answer begins; arguments as for ``chat``."""
+        """Return a dialogue's token ids up to the next answer; arguments as for ``chat``."""
         chat = ChatOptions(
             tools, thinking, reasoning_effort, continue_final_message, chat_template_kwargs or {}
         )
@@ -437,7 +440,7 @@ class LLM:
 
 
 class _Text:
-    """The text of a request while it runs."""
+    """Text of a request while it runs."""
 
     def __init__(self, tokenizer: Tokenizer, asked: _Asked) -> None:
         self._text = StopText(tokenizer.stream(), asked.stop)

@@ -1,4 +1,4 @@
-"""Reckon which texts fit beside a model's weights, from sizes alone."""
+"""Estimate from sizes alone which texts fit beside a model's weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from anymla.model.config import ModelConfig
 from anymla.model.rank_sizes import rank_bytes
 from anymla.runtime.cache_size import cache_sizes
 
-# What is left for activations, workspaces, graphs and the driver.
+# Fraction of memory left for activations, workspaces, graphs and the driver.
 _KEPT_FREE = 0.1
 
 
@@ -19,9 +19,9 @@ class Fit:
     """Room for texts on a device of a given memory, beside its weights.
 
     Attributes:
-        free_bytes: left for caches, a tenth of the memory being kept free; may be negative.
-        longest: most tokens of a single text, at most the model's; 0 if none fits.
-        texts: by context length, texts of that length that fit at once.
+        free_bytes: bytes left for caches, a tenth of the memory being kept free; may be negative.
+        longest: most tokens of a single text, at most the model's limit; 0 if none fits.
+        texts: number of texts that fit at once, by context length.
     """
 
     free_bytes: int
@@ -31,11 +31,11 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """One way to share a model.
+    """Sizes of a model that is shared by a number of ranks.
 
     Attributes:
-        weight_bytes: on the rank that has most.
-        fit: with the memory of a device, if that is known.
+        weight_bytes: bytes of weights on the rank that has most.
+        fit: room for texts; None if the device's memory is not known.
     """
 
     weight_bytes: int
@@ -50,17 +50,17 @@ def memory_plan(
     rank_counts: Sequence[int],
     memory: int | None,
 ) -> dict[int, RankPlan]:
-    """By number of ranks, what each keeps, and what fits beside it.
+    """Compute, by number of ranks, the weights that each keeps and the texts that fit beside them.
 
-    Caches are whole on every rank: all heads share their rows.
+    Caches are whole on every rank, because all heads share their rows.
 
     Args:
-        tensors: the checkpoint's tensors that are read.
-        config: the configuration of what is there.
-        kv_cache: a key of ``CACHE_FORMATS``.
-        contexts: lengths of texts.
-        rank_counts: numbers of ranks.
-        memory: bytes of a device, or None.
+        tensors: tensors of the checkpoint that are read.
+        config: configuration of the checkpoint.
+        kv_cache: name of a cache format, a key of ``CACHE_FORMATS``.
+        contexts: lengths of texts in tokens.
+        rank_counts: numbers of ranks to plan for.
+        memory: bytes of a device's memory, or None.
     """
     plans = {}
     for ranks in rank_counts:
@@ -89,6 +89,6 @@ def _fit(config: ModelConfig, kv_cache: str, contexts: Sequence[int], free: int)
 
 
 def _held(config: ModelConfig, kv_cache: str, contexts: list[int]) -> dict[int, int]:
-    """Bytes of all caches of one text, by its length."""
+    """Return the bytes of all caches of one text, by its length."""
     sizes = cache_sizes(config, kv_cache, contexts)
     return {length: sum(size.held_bytes[length] for size in sizes) for length in contexts}

@@ -1,4 +1,4 @@
-"""The tokens that follow what a step has computed, and what its prompts score."""
+"""Choice of the tokens that follow a step, and scores of prompt tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from anymla.runtime.span import Span
 
 
 def score_prompts(model: Transformer, spans: Sequence[Span], forwarded: Forwarded) -> None:
-    """Add the log-probabilities of prompt tokens to the states that want them.
+    """Add the log-probabilities of prompt tokens to the states that ask for them.
 
     Raises:
-        FloatingPointError: a token's log-probability is NaN or an infinity.
+        FloatingPointError: a token's log-probability is NaN or infinite.
     """
     for span, first_row in zip(spans, forwarded.first_rows, strict=True):
         state = span.state
@@ -35,10 +35,10 @@ def score_prompts(model: Transformer, spans: Sequence[Span], forwarded: Forwarde
 def choose_next(
     model: Transformer, spans: Sequence[Span], forwarded: Forwarded
 ) -> dict[str, list[int]]:
-    """Choose the tokens that follow each span, and move the requests on.
+    """Choose the tokens that follow each span, and advance the requests.
 
     Returns:
-        By request id, the tokens that were accepted, in order.
+        The accepted tokens in order, by request id.
     """
     rows: list[int] = []
     samplings: list[Sampling] = []
@@ -75,7 +75,7 @@ def _pick(
     samplings: Sequence[Sampling],
     positions: Sequence[int],
 ) -> tuple[list[int], list[float]]:
-    """Tokens that follow some rows, and their log-probabilities."""
+    """Return the tokens that follow some rows, and their log-probabilities."""
     best = None if forwarded.best is None else rows_of(forwarded.best, rows)
     plain = all(each.takes_best_logit for each in samplings)
     if plain and best is not None and forwarded.best_logprobs is not None:

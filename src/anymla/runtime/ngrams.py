@@ -1,8 +1,7 @@
 """Rows of n-grams, read for a step's tokens before it runs.
 
-Which rows they are follows from tokens alone, which the host knows: what a request has computed,
-and the drafts behind it. Nothing is kept between steps, so that nothing is undone when drafts turn
-out wrong.
+The tokens alone determine these rows, and the host knows the tokens: a request's computed tokens
+and the drafts after them. No state is kept between steps, so wrong drafts leave nothing to undo.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from anymla.runtime.upload import to_device
 
 
 class NgramReader:
-    """Reads the rows of some layers' tables."""
+    """Reads the rows of some layers' n-gram tables."""
 
     def __init__(self, engrams: Sequence[Engram], device: torch.device) -> None:
-        """See ``read``.
+        """Hold the tables; ``read`` reads them.
 
         Args:
-            engrams: what reads n-grams; may be none.
-            device: where rows are wanted.
+            engrams: modules that read n-grams; may be empty.
+            device: device on which rows are wanted.
         """
         self._engrams = engrams
         self._device = device
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's rows in all layers."""
+        """Bytes of a token's rows in all layers."""
         tables = ((each.ngrams.moduli.numel(), each.table) for each in self._engrams)
         return sum(
             columns * part.shape[1] * part.itemsize
@@ -44,21 +43,21 @@ class NgramReader:
         )
 
     def read(self, spans: Sequence[Span]) -> dict[int, NgramRows]:
-        """Rows of the spans' tokens, one after the other, by layer."""
+        """Return the rows of the spans' tokens, one after the other, by layer."""
         return _each(self.found(spans), lambda host: to_device(host, self._device))
 
     def found(self, spans: Sequence[Span]) -> dict[int, NgramRows]:
-        """The same, where the tables lie; nothing without spans."""
+        """Return the same rows on the tables' device; empty without spans."""
         if not spans or not self._engrams:
             return {}
-        # The longest n-gram and the table's device are the same in all layers.
+        # The longest n-gram and the tables' device are the same in all layers.
         first = self._engrams[0]
         tokens = _tokens(spans, len(first.ngrams.multipliers) - 1)
         given = tuple(each.to(first.table.weight.device) for each in tokens)
         return {each.layer: each.read(*given) for each in self._engrams}
 
     def nothing(self, tokens: int) -> dict[int, NgramRows]:
-        """Rows of as many tokens that are padding, which may be written to."""
+        """Return writable rows for ``tokens`` padding tokens."""
         rows = {}
         for each in self._engrams:
             columns = each.ngrams.moduli.numel()
@@ -73,12 +72,12 @@ class NgramReader:
 
 @dataclasses.dataclass(frozen=True)
 class NgramBuffers:
-    """Rows at fixed addresses, for steps of fixed size, of which one runs at a time.
+    """N-gram rows at fixed addresses, for steps of fixed size, of which one runs at a time.
 
     Attributes:
-        reader: of the tables.
-        rows: by layer; what is not written holds rows of an earlier step.
-        host: what ``rows`` are copied from; the same where they are the host's.
+        reader: reader of the tables.
+        rows: rows by layer; places that are not written hold rows of an earlier step.
+        host: source of the copies to ``rows``; the same tensors if the device is the host.
     """
 
     reader: NgramReader
@@ -87,7 +86,7 @@ class NgramBuffers:
 
     @classmethod
     def allocate(cls, reader: NgramReader, tokens: int) -> NgramBuffers:
-        """Buffers for so many tokens."""
+        """Allocate buffers for ``tokens`` tokens."""
         rows = reader.nothing(tokens)
         if all(part.is_cpu for each in rows.values() for part in _parts(each)):
             return cls(reader, rows, rows)
@@ -95,7 +94,7 @@ class NgramBuffers:
         return cls(reader, rows, _each(rows, _pinned))
 
     def first(self, tokens: int) -> NgramBuffers:
-        """The first of them, in the same memory."""
+        """Return a view of the first ``tokens`` rows."""
         rows = _each(self.rows, lambda part: part[:tokens])
         host = rows if self.host is self.rows else _each(self.host, lambda part: part[:tokens])
         return NgramBuffers(self.reader, rows, host)
@@ -103,7 +102,7 @@ class NgramBuffers:
     def fill(self, spans: Sequence[Span], places: Sequence[int]) -> None:
         """Read the rows of the spans' tokens into ``places``.
 
-        What was filled before must have been copied.
+        The copy of the previous contents must have finished.
         """
         at = torch.tensor(places)
         for layer, found in self.reader.found(spans).items():
@@ -115,7 +114,7 @@ class NgramBuffers:
 
 
 def _tokens(spans: Sequence[Span], before: int) -> tuple[Tensor, Tensor]:
-    """The spans' tokens int64 [T], and the ``before`` of each, the nearest first; -1 for none."""
+    """Return the spans' tokens int64 [T], and the ``before`` preceding ones; -1 for none."""
     texts: list[int] = []
     places: list[int] = []
     for span in spans:

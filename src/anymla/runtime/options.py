@@ -1,4 +1,4 @@
-"""How an engine is set up."""
+"""Options of an engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-# Rows up to which further streams have been seen to gain (H200).
+# Largest number of rows for which further streams gain time (measured on H200).
 _MOST_ROWS_BESIDE = 128
 
 DecodeMode = Literal["auto", "graph", "fixed", "plain"]
@@ -14,36 +14,37 @@ DecodeMode = Literal["auto", "graph", "fixed", "plain"]
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """Sizes of an engine, all in tokens unless said.
+    """Sizes of an engine, in tokens unless stated otherwise.
 
     Attributes:
-        kv_cache: "fp8" (DeepSeek-V4's own records), "fp8-mxfp4-index" (its index keys in FP4),
-            "fp8-nvfp4" (its compressed entries in FP4: half the bytes and less exact), "nvfp4"
-            (V4.1's own: entries and index keys in FP4), "bf16" or "fp32" (plain rows).
+        kv_cache: cache format: "fp8" (DeepSeek-V4's own records), "fp8-mxfp4-index" (its index keys
+            in FP4), "fp8-nvfp4" (its compressed entries in FP4: half the bytes and less exact),
+            "nvfp4" (V4.1's own: entries and index keys in FP4), "bf16" or "fp32" (plain rows).
         chunk_size: most prompt tokens of one request in a step.
-        max_requests: requests that run at once.
-        max_seq_len: prompt and output of the longest request.
-        max_batch_tokens: tokens of a step, decode first; None: one token (and its drafts) for
+        max_requests: number of requests that run at once.
+        max_seq_len: tokens of prompt and output of the longest request.
+        max_batch_tokens: most tokens of a step, decode first; None: one token (and its drafts) for
             every request plus one chunk.
-        draft_tokens: tokens that the drafter guesses ahead; 0 turns speculation off.
-        adapt_drafts: verify as many drafts in a step as have brought most tokens a second lately;
-            otherwise all. In graphs, every width has its own.
-        least_survival: of a DSpark drafter with a confidence head: guesses that are less likely to
-            be right, together with those before them, are not verified.
-        decode: how steps run in which no request has prompt tokens left. "graph": at a few fixed
-            sizes, each recorded once as a CUDA graph and replayed; "fixed": the same steps at the
-            same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
-            NVIDIA devices and "plain" elsewhere.
-        run_ahead: in steps of fixed size, launch the next one before this one's tokens are on the
-            host, where they alone decide what it computes: with greedy requests, and with a DSpark
-            drafter or none. A request that ends by a stop token may so be computed for one step
+        draft_tokens: number of tokens that the drafter guesses ahead; 0 turns speculation off.
+        adapt_drafts: True to verify the number of drafts that has brought most tokens a second
+            lately; False to verify all. In graphs, every width has its own.
+        least_survival: least probability, 0 to 1, with which a guess and all before it must be
+            right to be verified, for a DSpark drafter with a confidence head.
+        decode: how steps run when no request has prompt tokens left. "graph": at a few fixed sizes,
+            each recorded once as a CUDA graph and replayed; "fixed": the same steps at the same
+            sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on NVIDIA
+            devices and "plain" elsewhere.
+        run_ahead: in steps of fixed size, launch the next step before this one's tokens are on the
+            host, if those tokens alone determine it: with greedy requests, and with a DSpark
+            drafter or none. A request that ends by a stop token may then be computed for one step
             more.
-        side_stream: in graphs, compress and index beside the query's projections, and run the
-            shared expert beside the routed ones. None: for as few rows as gain by it.
-        pages: usable pages by cache group, for groups that shall not have the default size.
-            The default lets ``max_requests`` requests of ``max_seq_len`` run at once.
-        keep_caches: when a request ends, its caches stay for one whose prompt begins with the same
-            tokens, which are not computed again; they go when their place is needed.
+        side_stream: in graphs, compress and index in parallel with the query's projections, and run
+            the shared expert in parallel with the routed ones. None: for row counts that gain by
+            it.
+        pages: number of usable pages by cache group, for groups that differ from the default, which
+            lets ``max_requests`` requests of ``max_seq_len`` run at once.
+        keep_caches: True to keep a request's caches after it has ended, for a request whose prompt
+            begins with the same tokens; they are dropped when their place is needed.
     """
 
     kv_cache: str = "fp8"
@@ -82,7 +83,7 @@ class EngineOptions:
             )
 
     def runs_beside(self, rows: int) -> bool:
-        """Whether steps of so many rows use further streams."""
+        """True if steps of ``rows`` rows use further streams."""
         return rows <= _MOST_ROWS_BESIDE if self.side_stream is None else self.side_stream
 
     @property
@@ -93,7 +94,7 @@ class EngineOptions:
         return self.max_requests * (1 + self.draft_tokens) + self.chunk_size
 
     def step_tokens(self, prompt_length: int) -> int:
-        """Most tokens that a request with this prompt has in the steps that are under way."""
+        """Return the most tokens of a request with this prompt in the steps in flight."""
         decode = 1 + self.draft_tokens
         if self.run_ahead and self.decode != "plain":
             decode *= 2

@@ -8,14 +8,13 @@ NULL_PAGE = 0
 class PagePool:
     """Hands out page numbers 1 .. num_pages - 1; page 0 is the null page and never leaves.
 
-    A request reserves its worst case once; it then takes and returns pages within that
-    reservation. As reservations never exceed the capacity, ``take`` cannot fail, so nothing ever
-    waits half way through a request.
+    A request reserves its worst case once and takes pages within it. Reservations never exceed the
+    capacity, so ``take`` cannot fail and no request stalls half way through.
 
     Attributes:
-        name: the cache group, for messages.
-        num_pages: pages of the group's tensors, the null page included.
-        reserved: pages promised to admitted requests.
+        name: name of the cache group, for messages.
+        num_pages: number of pages of the group's tensors, the null page included.
+        reserved: number of pages promised to admitted requests.
     """
 
     def __init__(self, name: str, num_pages: int) -> None:
@@ -29,16 +28,16 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages that can be out at once."""
+        """Most pages that can be out at once."""
         return self.num_pages - 1
 
     @property
     def held(self) -> int:
-        """Pages that are out now."""
+        """Number of pages that are out now."""
         return self.capacity - len(self._free)
 
     def can_reserve(self, pages: int) -> bool:
-        """Whether ``pages`` more can be promised."""
+        """True if ``pages`` more pages can be promised."""
         return self.reserved + pages <= self.capacity
 
     def reserve(self, pages: int) -> None:

@@ -1,8 +1,8 @@
 """Penalties on tokens that a text already holds.
 
-Sources: Keskar et al. 2019 (CTRL), section 4.1, for repetition, as transformers' generation has it
-(a positive logit is divided, another one multiplied); OpenAI's API reference for presence and
-frequency, which count what has been generated, as vLLM does.
+Sources: Keskar et al. 2019 (CTRL), section 4.1, for repetition, in the form of transformers'
+generation (a positive logit is divided, any other is multiplied); OpenAI's API reference for
+presence and frequency, which count generated tokens only, as in vLLM.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from anymla.runtime.upload import upload
 
 
 class TokenCounts:
-    """How often each token has come in one request, on the device of its logits."""
+    """Occurrences of each token in one request, on the device of its logits."""
 
     def __init__(self, prompt: Sequence[int], vocab: int, device: torch.device) -> None:
-        """Count nothing but the prompt.
+        """Count the prompt's tokens.
 
         Args:
             prompt: token ids of the prompt.
             vocab: V, the size of the vocabulary.
-            device: where the logits are.
+            device: device of the logits.
         """
         self._device = device
         self._in_prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
@@ -37,16 +37,16 @@ class TokenCounts:
     def penalised(
         self, logits: Tensor, sampling: Sampling, generated: Sequence[int], drafts: Sequence[int]
     ) -> Tensor:
-        """Logits of consecutive positions, less their penalties.
+        """Subtract their penalties from the logits of consecutive positions.
 
         Args:
             logits: float [n, V]; row i follows all but the last n - 1 - i drafts.
-            sampling: holds the three penalties.
-            generated: token ids since the prompt, which only grow from call to call.
-            drafts: ids behind them that are not final, n - 1 at least.
+            sampling: source of the three penalties.
+            generated: token ids after the prompt; later calls may only append to them.
+            drafts: draft token ids after them, n - 1 at least, not final.
 
         Returns:
-            float32 [n, V].
+            float32 [n, V] penalised logits.
         """
         self._note(generated)
         counts = self._generated.expand(len(logits), -1)

@@ -16,17 +16,17 @@ _A_PROMPT = "a text, token ids (integers), or a list of these"
 
 
 def read_prompts(given: Prompt | Iterable[Prompt]) -> tuple[bool, list[str | list[int]]]:
-    """List the prompts that a caller gives.
+    """List the prompts in a caller's argument.
 
     Args:
-        given: a text; integers in a sequence, or in an array [T]; an array [prompts, T]; or
-            several texts and sequences of integers.
+        given: a text; integers in a sequence, or in an array [T]; an array [prompts, T]; or several
+            texts and sequences of integers.
 
     Returns:
-        True if it is one prompt; and the prompts, each a text or its token ids.
+        True if there is one prompt; and the prompts, each a text or its token ids.
 
     Raises:
-        TypeError: no prompt, and where it may be within what is given.
+        TypeError: the argument is no prompt; the message says where it may hold one.
     """
     if isinstance(given, str):
         return True, [given]
@@ -43,10 +43,10 @@ def read_prompts(given: Prompt | Iterable[Prompt]) -> tuple[bool, list[str | lis
 
 
 def read_messages(given: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """List the messages of a dialogue; a text is one of the user's.
+    """List the messages of a dialogue; a text is one message of the user.
 
     Raises:
-        TypeError: no text, and no list of mappings.
+        TypeError: the argument is neither a text nor a list of mappings.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -57,7 +57,7 @@ def read_messages(given: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[
 
 
 def is_integer(value: object) -> bool:
-    """True for an integer of Python, numpy or torch, and no truth value."""
+    """True for an integer of Python, numpy or torch, but not for a bool."""
     if isinstance(value, bool | Sequence) or getattr(value, "ndim", 0) != 0:
         return False
     try:
@@ -80,7 +80,7 @@ def _ids(prompt: object) -> list[int]:
 
 
 def _hint(prompt: object) -> str:
-    """Where the prompt is within what other libraries take as one."""
+    """Name the part of another library's prompt object that holds the text or ids."""
     if not isinstance(prompt, Mapping):
         return ""
     if "role" in prompt:

@@ -1,4 +1,4 @@
-"""A request, its state while it runs, and what comes out."""
+"""A request, its state while it runs, and its result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FinishReason = Literal["stop", "length"]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a user asks for.
+    """A user's request.
 
     Attributes:
-        request_id: unique among the requests that an engine holds.
-        token_ids: the prompt.
-        max_new_tokens: tokens to generate at most; 0 only together with ``prompt_logprobs``.
-        sampling: how they are chosen.
-        stop_ids: generation ends after any of these.
-        prompt_logprobs: also compute the log-probability of every prompt token.
+        request_id: name that is unique among the requests that an engine holds.
+        token_ids: token ids of the prompt.
+        max_new_tokens: most tokens to generate; 0 only together with ``prompt_logprobs``.
+        sampling: how the tokens are chosen.
+        stop_ids: token ids, after any of which generation ends.
+        prompt_logprobs: True to compute the log-probability of every prompt token as well.
     """
 
     request_id: str
@@ -39,18 +39,18 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and output together, at most."""
+        """Most tokens of prompt and output together."""
         return len(self.token_ids) + self.max_new_tokens
 
     @property
     def max_written(self) -> int:
-        """Tokens that can reach the caches: the last one generated is never run."""
+        """Most tokens that can reach the caches: the last generated one is never run."""
         return self.max_length - 1 if self.max_new_tokens else self.max_length
 
 
 @dataclasses.dataclass
 class Timings:
-    """Seconds on a monotonic clock; 0 where it has not happened."""
+    """Times in seconds on a monotonic clock; 0 for events that have not happened."""
 
     submitted: float = 0.0
     started: float = 0.0
@@ -70,18 +70,19 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What a finished request produced.
+    """Result of a finished request.
 
     Attributes:
-        request: as submitted.
-        token_ids: the tokens generated, a stop token included.
+        request: request as it was submitted.
+        token_ids: generated tokens, a stop token included.
         finish_reason: "stop" after a stop token, else "length".
-        logprobs: of the generated tokens, before temperature and top-p.
-        prompt_logprobs: one for each prompt token, None for the first; None if not asked for.
-        drafted: draft tokens that were verified.
-        accepted: those that were right.
-        timings: of the request.
-        cached: leading tokens of the prompt whose cache rows were there already.
+        logprobs: natural log-probabilities of the generated tokens, before temperature and top-p.
+        prompt_logprobs: one for each prompt token, None for the first; None if the request did not
+            ask.
+        drafted: number of draft tokens that were verified.
+        accepted: number of draft tokens that were right.
+        timings: times of the request's events.
+        cached: number of leading prompt tokens whose cache rows existed already.
     """
 
     request: Request
@@ -95,7 +96,7 @@ class Completion:
     cached: int = 0
 
     def cut(self, count: int) -> Completion:
-        """The same with its first tokens only, as it ends where its text does: with "stop"."""
+        """Return the completion cut to its first tokens, with "stop" as the reason."""
         return dataclasses.replace(
             self,
             token_ids=self.token_ids[:count],
@@ -108,18 +109,19 @@ class RequestState:
     """A request between submission and completion.
 
     Attributes:
-        request: as submitted.
-        tokens: prompt and generated tokens; all of them are final.
-        computed: leading tokens whose cache rows are final. While generating, this is all but the
-            newest token.
-        drafts: guesses at the tokens after ``tokens``, not yet verified.
+        request: request as it was submitted.
+        tokens: prompt and generated tokens, all of them final.
+        computed: number of leading tokens whose cache rows are final; during generation all tokens
+            but the newest.
+        drafts: guesses of the tokens after ``tokens``, not yet verified.
         row: row in the block tables, -1 before admission.
-        cached: leading tokens whose cache rows were there at admission.
-        kept_at: a length that a later request can go on behind, if the caches are kept; else None.
-        logprobs: of the generated tokens.
-        prompt_logprobs: of the prompt tokens after the first, as far as computed.
-        finish_reason: None until finished.
-        counts: how often each token has come, for penalties; made with the first logits.
+        cached: number of leading tokens whose cache rows existed at admission.
+        kept_at: length after which a later request can continue, if the caches are kept; else None.
+        logprobs: natural log-probabilities of the generated tokens.
+        prompt_logprobs: natural log-probabilities of the prompt tokens after the first, as far as
+            computed.
+        finish_reason: "stop" or "length"; None until finished.
+        counts: occurrences of each token, for penalties; created with the first logits.
     """
 
     def __init__(self, request: Request) -> None:
@@ -145,12 +147,12 @@ class RequestState:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether prompt tokens remain to be computed."""
+        """True if prompt tokens remain to be computed."""
         return self.computed < self.prompt_length
 
     @property
     def drafted_from(self) -> int:
-        """First position that drafts can be made for, now or by a request that goes on here."""
+        """First position that drafts can be made for, by this request or its continuation."""
         return self.prompt_length if self.kept_at is None else self.kept_at
 
     @property
@@ -159,11 +161,11 @@ class RequestState:
         return self.tokens[self.prompt_length :]
 
     def penalised(self, logits: Tensor, drafts: Sequence[int] = ()) -> Tensor:
-        """Logits less the penalties that the request asks for; see ``TokenCounts.penalised``.
+        """Subtract the request's penalties from logits; see ``TokenCounts.penalised``.
 
         Args:
             logits: float [n, V] of consecutive positions.
-            drafts: ids behind the tokens, n - 1 at least.
+            drafts: draft token ids after the tokens, n - 1 at least.
         """
         sampling = self.request.sampling
         if not sampling.is_penalised:
@@ -178,11 +180,11 @@ class RequestState:
         return self.request.max_length - len(self.tokens)
 
     def accept(self, chosen: list[int], logprobs: list[float]) -> list[int]:
-        """Take the target's choices for consecutive positions, as far as the drafts were right.
+        """Accept the target's choices for consecutive positions, as far as the drafts were right.
 
         Args:
-            chosen: the token after ``tokens``, then the one after each draft.
-            logprobs: theirs.
+            chosen: token after ``tokens``, then the token after each draft.
+            logprobs: log-probabilities of the chosen tokens.
 
         Returns:
             The tokens appended: the right drafts and one token more, cut after a stop token.
@@ -208,7 +210,7 @@ class RequestState:
         return accepted
 
     def completion(self) -> Completion:
-        """The result of a finished request."""
+        """Return the result of a finished request."""
         assert self.finish_reason is not None
         scored = (None, *self.prompt_logprobs) if self.request.prompt_logprobs else None
         return Completion(
@@ -225,11 +227,11 @@ class RequestState:
 
 
 def default_new_tokens(wanted: int, prompt_length: int, config: ModelConfig) -> int:
-    """How many tokens to generate where nobody has said it: fewer where the context ends before.
+    """Return the tokens to generate by default, fewer if the context ends before.
 
     Args:
-        wanted: tokens, where there is room for them.
-        prompt_length: tokens of the prompt.
+        wanted: number of tokens if there is room for them.
+        prompt_length: number of prompt tokens.
         config: the model's configuration.
     """
     return max(1, min(wanted, config.max_position_embeddings - prompt_length))

@@ -4,9 +4,9 @@ A token is sampled as the best of ``logits / temperature + noise`` with independ
 every token of the vocabulary, which draws from the softmax exactly (Gumbel 1954; the "Gumbel-max
 trick"). The noise is a function of the request's seed, the position and the token id alone. So a
 request's tokens depend neither on its neighbours, nor on how its prompt was split, nor on
-speculation: a draft is accepted exactly if it is what would have been chosen anyway. And whoever
-drafts with the same noise guesses the same token wherever its distribution is close: with
-probability 1 / sum_i max(p_i / p_v, q_i / q_v) both choose v.
+speculation: a draft is accepted exactly if it is the token that would have been chosen anyway. A
+drafter that uses the same noise guesses the same token wherever its distribution is close: both
+choose v with probability 1 / sum_i max(p_i / p_v, q_i / q_v).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from anymla.runtime.scoring import block_rows
 _GAMMA, _FIRST, _SECOND = (
     number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-# Logits that differ at all are further apart than any noise below the first, and nearer than
-# float32 tells above the second.
+# Below the first temperature, logits that differ at all differ by more than any noise; above the
+# second, float32 cannot tell them apart.
 _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-30, 1e30
 _MOST_PENALTY = 100.0
-# Fields of a sampling that a checkpoint has defaults for.
+# Fields of a sampling for which a checkpoint may have defaults.
 DEFAULTED = (
     "temperature",
     "top_p",
@@ -46,21 +46,22 @@ DEFAULTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a request chooses its tokens.
+    """Parameters of a request's choice of tokens.
 
     Attributes:
-        temperature: 0 takes the best token; otherwise logits are divided by it.
-        top_p: choose among the fewest most probable tokens that together have this probability.
+        temperature: divisor of the logits; 0 takes the best token.
+        top_p: keep the fewest most probable tokens whose probabilities sum to this, 0 to 1.
         seed: any integer of 64 bits.
-        top_k: choose among so many most probable tokens; 0 for all, as which -1 is taken.
-        min_p: choose among tokens at least so probable as this part of the most probable one.
-        repetition_penalty: logits of tokens in the prompt or the text are divided by it if they are
-            positive, else multiplied; 1 for none, at most 100 and at least 0.01.
-        presence_penalty: subtracted from logits of tokens that have been generated, -100 to 100.
-        frequency_penalty: the same, as many times as each has been generated.
+        top_k: number of most probable tokens to keep; 0 for all, as is -1.
+        min_p: keep tokens with at least this fraction of the largest probability.
+        repetition_penalty: divisor of positive logits and factor of others, for tokens in the
+            prompt or the text; 1 for none, at most 100 and at least 0.01.
+        presence_penalty: amount subtracted from logits of generated tokens, -100 to 100.
+        frequency_penalty: amount subtracted for each time that a token has been generated, -100 to
+            100.
 
-    Where several are asked for, penalties come first, then temperature, ``top_k``, ``top_p`` of
-    what is left and ``min_p``: the order of transformers' generation.
+    Penalties are applied first, then temperature, ``top_k``, ``top_p`` of the rest and ``min_p``:
+    the order of transformers' generation.
     """
 
     temperature: float = 0.0
@@ -74,12 +75,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the best token is taken."""
+        """True if the best token is taken."""
         return self.temperature == 0
 
     @property
     def is_penalised(self) -> bool:
-        """True if logits depend on which tokens there have been."""
+        """True if logits depend on the tokens before."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -88,12 +89,12 @@ class Sampling:
 
     @property
     def takes_best_logit(self) -> bool:
-        """True if the best token of the model's own logits is taken."""
+        """True if the token with the model's best logit is taken."""
         return self.is_greedy and not self.is_penalised
 
     @property
     def is_restricted(self) -> bool:
-        """Whether some tokens are left out."""
+        """True if some tokens are excluded."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class Sampling:
             raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k == -1:  # as vLLM and llama.cpp's users write it
+        if self.top_k == -1:  # vLLM's and llama.cpp's spelling
             object.__setattr__(self, "top_k", 0)
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
@@ -119,15 +120,15 @@ class Sampling:
 
 
 def sampling_of(said: GenerationDefaults, seed: int, asked: Mapping[str, float | None]) -> Sampling:
-    """How a request chooses its tokens, by what it asks for and what the checkpoint says.
+    """Combine a request's own sampling parameters with the checkpoint's defaults.
 
     Args:
-        said: the checkpoint's defaults.
+        said: defaults of the checkpoint.
         seed: seed of the request's noise.
         asked: values by their names in ``Sampling``; None for the checkpoint's.
 
     Raises:
-        ValueError: values that cannot be meant.
+        ValueError: a value is out of range.
     """
     held: dict[str, Any] = {name: getattr(said, name) for name in DEFAULTED}
     held |= {name: value for name, value in asked.items() if value is not None}
@@ -135,24 +136,24 @@ def sampling_of(said: GenerationDefaults, seed: int, asked: Mapping[str, float |
 
 
 def noise_key(seed: int, position: int) -> int:
-    """The key of 64 bits, signed, from which the noise of a seed and a position is made."""
+    """Return the signed 64-bit key that determines the noise of a seed and a position."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise of every token.
+    """Draw standard Gumbel noise for every token.
 
     Token t takes output t of SplitMix64 (Steele, Lea, Flood 2014) from the key on: u in (0, 1) of
-    63 bits, and ``-log(-log(1 - u))``. In that form it is the largest values that have all of
-    float32's relative precision, up to 44.4.
+    63 bits, and ``-log(-log(1 - u))``. In this form the largest values, up to 44.4, have all of
+    float32's relative precision.
 
     Args:
-        keys: int64 [n], see ``noise_key``.
-        vocab: V.
+        keys: int64 [n] noise keys, see ``noise_key``.
+        vocab: V, the size of the vocabulary.
 
     Returns:
-        float32 [n, V]. Devices differ by what their logarithms round.
+        float32 [n, V]. Devices differ by the rounding of their logarithms.
     """
     steps = torch.arange(1, vocab + 1, device=keys.device) * _GAMMA
     z = keys.unsqueeze(1) + steps
@@ -164,20 +165,20 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64 to the right."""
+    """Shift int64 logically to the right."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def sample_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
-    """Sample one token for each row; nothing waits for the device.
+    """Sample one token for each row without waiting for the device.
 
     Args:
-        logits: float [n, V].
+        logits: float [n, V], one row a token.
         temperatures: float32 [n]; rows of 0 take the best token.
-        keys: int64 [n], see ``noise_key``.
+        keys: int64 [n] noise keys, see ``noise_key``.
 
     Returns:
-        int64 [n]; V for a row without a finite best.
+        int64 [n] token ids; V for a row without a finite best.
     """
     rows = block_rows(logits.shape[-1])
     parts = zip(logits.split(rows), temperatures.split(rows), keys.split(rows), strict=True)
@@ -185,9 +186,9 @@ def sample_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
 
 
 def _noisy(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
-    """What the sampled token is the best of, float32 [n, V]."""
+    """Return the noisy logits, float32 [n, V], whose maximum is the sampled token."""
     logits, temperatures = logits.float(), temperatures.unsqueeze(1)
-    # Subtracting first keeps a tiny temperature from overflowing.
+    # Subtracting the maximum first keeps a tiny temperature from overflowing.
     divisors = temperatures.clamp(min=_LEAST_TEMPERATURE, max=_LARGEST_TEMPERATURE)
     scaled = (logits - logits.amax(-1, keepdim=True)) / divisors
     return torch.where(temperatures > 0, scaled + gumbel_noise(keys, logits.shape[-1]), logits)
@@ -202,13 +203,13 @@ def choose_tokens(
     """Choose one token for each row.
 
     Args:
-        logits: float [n, V].
-        samplings: of each row.
-        positions: that the chosen token of each row will have.
-        best: ``best_tokens`` of the logits, if it is known.
+        logits: float [n, V], one row a token.
+        samplings: sampling parameters of each row.
+        positions: position that the chosen token of each row will have.
+        best: ``best_tokens`` of the logits, if they are known.
 
     Returns:
-        Token ids. Equal values: the lowest id wins, or comes first in the order of probability.
+        Token ids. Of equal values the lowest id wins, and comes first in the order of probability.
 
     Raises:
         FloatingPointError: a row holds NaN or +inf, or nothing but -inf.
@@ -219,7 +220,7 @@ def choose_tokens(
 
 
 def require_tokens(tokens: Sequence[int], positions: Sequence[int], vocab: int) -> None:
-    """Raise FloatingPointError for a choice that is no token: V, as ``guess_tokens`` has it."""
+    """Raise FloatingPointError for a choice of V, which ``guess_tokens`` returns for no token."""
     for token, position in zip(tokens, positions, strict=True):
         if token == vocab:
             raise FloatingPointError(f"the logits for position {position} are not numbers")
@@ -231,7 +232,7 @@ def guess_tokens(
     positions: Sequence[int],
     best: Tensor | None = None,
 ) -> list[int]:
-    """``choose_tokens`` for logits that may be anything: V for a row without a finite best."""
+    """Choose like ``choose_tokens``, but return V for a row without a finite best."""
     tokens: list[int] = best.tolist() if best is not None else _best_on_host(logits)
     rows = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
     if not rows:
@@ -259,8 +260,8 @@ def guess_tokens(
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """Lowest id, int64, of the best logit in each row [n, V]; V if the row has no finite best."""
-    # The first of equals, as torch's documentation has it; NaN before everything.
+    """Return the lowest id, int64, of the best logit in each row [n, V]; V if none is finite."""
+    # torch's documentation promises the first of equal values; NaN counts as the largest.
     best = logits.argmax(-1, keepdim=True)
     value = logits.gather(-1, best)
     is_finite = value - value == 0  # in fewer launches than isfinite
@@ -268,9 +269,9 @@ def best_tokens(logits: Tensor) -> Tensor:
 
 
 def _best_on_host(logits: Tensor) -> list[int]:
-    """``best_tokens`` as a list."""
+    """Return ``best_tokens`` as a list."""
     if logits.is_cpu and logits.dtype != torch.bfloat16:
-        # NumPy's argmax names the first of equals, and takes a NaN for the best.
+        # NumPy's argmax returns the first of equal values, and counts NaN as the largest.
         rows = logits.numpy()
         return [
             best if math.isfinite(row[best]) else logits.shape[-1]
@@ -281,14 +282,14 @@ def _best_on_host(logits: Tensor) -> list[int]:
 
 
 def _candidates(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Ids that ``top_k``, ``top_p`` and ``min_p`` leave, most probable first, on the host."""
-    # On the host: not every device has float64.
+    """Return the ids that ``top_k``, ``top_p`` and ``min_p`` keep, most probable first."""
+    # Computed on the host, because not every device has float64.
     wide = logits.cpu().double()
     probabilities = ((wide - wide.amax()) / sampling.temperature).softmax(-1)
     probabilities, order = probabilities.sort(descending=True, stable=True)
     if sampling.top_k:
         probabilities = probabilities[: sampling.top_k]
-    # The running sum may end short of top_p by rounding; impossible tokens stay out all the same.
+    # Rounding may end the running sum below top_p; impossible tokens are excluded all the same.
     kept = int((probabilities > 0).sum())
     if sampling.top_p < 1:
         mass = probabilities.cumsum(-1)

@@ -1,4 +1,4 @@
-"""Who runs in the next step: decode first, then chunks of prompts, within a token budget."""
+"""The scheduler: decoding requests first, then prompt chunks, within a token budget."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from anymla.runtime.request import Request, RequestState
 from anymla.runtime.sizing import pages_needed
 from anymla.runtime.span import Span, decode_span
 
-# Templates end a prompt with a few tokens that depend on how it is to be answered (whether to
-# think), so that the next prompt of a dialogue differs there.
+# Templates end a prompt with a few tokens that say how to answer (for example to think), so the
+# next prompt of a dialogue differs there.
 _KEPT_BEFORE_END = 16
 
 
@@ -24,9 +24,9 @@ class Scheduler:
     does not fit yet holds back those behind it, so that none starves.
 
     Attributes:
-        waiting: submitted, not admitted.
-        running: admitted, in that order.
-        kept: ended, but with their caches, the oldest first.
+        waiting: requests submitted but not admitted.
+        running: admitted requests, in the order of admission.
+        kept: ended requests that still have their caches, the oldest first.
     """
 
     def __init__(self, store: CacheStore, options: EngineOptions) -> None:
@@ -63,11 +63,11 @@ class Scheduler:
         return spans
 
     def can_admit(self) -> bool:
-        """Whether the request that waits longest would be admitted now."""
+        """True if the request that waits longest would be admitted now."""
         return bool(self.waiting) and self._store.has_room(self._needs(self.waiting[0].request))
 
     def finish(self, state: RequestState) -> None:
-        """Drop a request; return its row and pages if it has any, unless caches are kept."""
+        """Drop a request, and return its row and pages unless its caches are kept."""
         if state in self.waiting:
             self.waiting.remove(state)
             return
@@ -94,8 +94,8 @@ class Scheduler:
         return True
 
     def _take_over(self, state: RequestState, needs: Mapping[str, int]) -> bool:
-        """Begin behind the tokens that a request which has ended has in common with this one."""
-        if state.request.prompt_logprobs:  # every token has to run
+        """Start a request after the tokens that it has in common with a request that has ended."""
+        if state.request.prompt_logprobs:  # every token has to run for its log-probability
             return False
         lengths = [self._common(each, state) for each in self.kept]
         length = max(lengths, default=0)
@@ -108,8 +108,8 @@ class Scheduler:
         return True
 
     def _common(self, kept: RequestState, state: RequestState) -> int:
-        """Most tokens of a request that has ended which this one can go on behind."""
-        # The last token of a prompt runs in any case: the next one is chosen behind it.
+        """Return the most tokens of an ended request after which this one can continue."""
+        # The last token of a prompt always runs, because the next token is chosen after it.
         most = min(kept.computed, len(state.tokens) - 1)
         pairs = zip(kept.tokens[:most], state.tokens[:most], strict=True)
         same = next((place for place, (a, b) in enumerate(pairs) if a != b), most)

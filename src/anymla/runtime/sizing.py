@@ -1,4 +1,4 @@
-"""How many pages each cache group gets."""
+"""Sizes of the page pools of each cache group."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from anymla.runtime.request import Request
 
 
 def running_specs(model: Transformer, options: EngineOptions) -> tuple[LayerSpec, ...]:
-    """Layers that need caches: the backbone, and what drafts, if anything is to.
+    """Return the layers that need caches: the backbone, and the drafter if drafts are on.
 
-    That is the first of several MTP layers, or every stage of a DSpark drafter.
+    The drafter is the first of several MTP layers, or every stage of a DSpark drafter.
 
     Raises:
-        ValueError: drafts are asked for and the model has no draft layer.
+        ValueError: drafts are requested and the model has no draft layer.
     """
     backbone = model.config.num_hidden_layers
     if not options.draft_tokens:
@@ -32,20 +32,20 @@ def running_specs(model: Transformer, options: EngineOptions) -> tuple[LayerSpec
 
 
 def drafts_blocks(specs: Sequence[LayerSpec]) -> bool:
-    """Whether a DSpark drafter is among the layers."""
+    """True if a DSpark drafter is among the layers."""
     return specs[-1].role == "dspark"
 
 
 def block_size(trained: int, options: EngineOptions) -> int:
-    """Rows of a DSpark drafter's block, which was trained with so many."""
+    """Return the rows of a DSpark drafter's block, at least the ``trained`` number."""
     return max(trained, options.draft_tokens)
 
 
 def cache_format(options: EngineOptions) -> CacheFormat:
-    """The row formats that ``options.kv_cache`` names.
+    """Return the row formats that ``options.kv_cache`` names.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: the name is unknown.
     """
     if options.kv_cache not in CACHE_FORMATS:
         known = ", ".join(CACHE_FORMATS)
@@ -56,7 +56,7 @@ def cache_format(options: EngineOptions) -> CacheFormat:
 def pages_needed(
     groups: Sequence[CacheGroup], request: Request, options: EngineOptions
 ) -> dict[str, int]:
-    """Most pages by group that a request holds at once."""
+    """Return the most pages, by group, that a request holds at once."""
     return {
         group.name: _most_pages(group, request.max_written, len(request.token_ids), options)
         for group in groups
@@ -64,13 +64,13 @@ def pages_needed(
 
 
 def _most_pages(group: CacheGroup, length: int, prompt: int, options: EngineOptions) -> int:
-    """Most pages of one group that a request of ``length`` tokens holds at once.
+    """Return the most pages of one group that a request of ``length`` tokens holds at once.
 
     Args:
-        group: the cache group.
-        length: tokens that reach the caches.
-        prompt: tokens of the request's prompt.
-        options: the engine's sizes.
+        group: cache group of the pages.
+        length: number of tokens that reach the caches.
+        prompt: number of tokens of the request's prompt.
+        options: sizes of the engine.
     """
     pages = group.worst_case_pages(length, options.step_tokens(prompt))
     if options.keep_caches:
@@ -79,10 +79,10 @@ def _most_pages(group: CacheGroup, length: int, prompt: int, options: EngineOpti
 
 
 def pool_sizes(groups: Sequence[CacheGroup], options: EngineOptions) -> dict[str, int]:
-    """Usable pages by group: as given, else enough for ``max_requests`` of ``max_seq_len``.
+    """Return the usable pages by group: as given, else for ``max_requests`` of ``max_seq_len``.
 
     Raises:
-        ValueError: pages for a group that the model does not have.
+        ValueError: pages are given for a group that the model does not have.
     """
     longest = options.max_seq_len
     sizes = {
@@ -100,7 +100,7 @@ def pool_sizes(groups: Sequence[CacheGroup], options: EngineOptions) -> dict[str
 def options_for(
     model: Transformer, options: EngineOptions, requests: Sequence[Request]
 ) -> EngineOptions:
-    """Options whose pools hold just what the given requests need.
+    """Return options whose pools hold just what the given requests need.
 
     ``max_requests`` is lowered to their number, ``max_seq_len`` becomes the longest, and the pools
     hold the worst case of the ``max_requests`` most demanding requests together.

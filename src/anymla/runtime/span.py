@@ -1,4 +1,4 @@
-"""A run of one request's tokens: what the scheduler hands out and a step is made of."""
+"""A run of one request's tokens, the unit of scheduling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Span:
     """Consecutive tokens of one request in a step.
 
     Attributes:
-        state: the request.
+        state: state of the request.
         start: position of the first token.
-        token_ids: the tokens.
-        is_decode: the newest token and its drafts, rather than a chunk of the prompt.
+        token_ids: token ids of the span.
+        is_decode: True for the newest token and its drafts, False for a chunk of the prompt.
     """
 
     state: RequestState
@@ -30,7 +30,7 @@ class Span:
 
     @property
     def num_choices(self) -> int:
-        """How many of the last tokens have their successor chosen in this step."""
+        """Number of the last tokens whose successor is chosen in this step."""
         if self.is_decode:
             return len(self.token_ids)
         ends_prompt = self.stop == self.state.prompt_length
@@ -38,5 +38,5 @@ class Span:
 
 
 def decode_span(state: RequestState) -> Span:
-    """A request's newest token and its drafts."""
+    """Return the span of a request's newest token and its drafts."""
     return Span(state, state.computed, [state.tokens[-1], *state.drafts], is_decode=True)

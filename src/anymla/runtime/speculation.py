@@ -1,4 +1,4 @@
-"""What drafts, and drafting with the MTP layer, which guesses the tokens after the next.
+"""The interface of drafters, and the MTP drafter, whose layer guesses the tokens after the next.
 
 At position p the layer takes the backbone's stream at p and the embedding of token p + 1, and its
 logits guess token p + 2. For a further guess its own output stands in for the backbone's stream.
@@ -30,11 +30,11 @@ from anymla.runtime.step_plan import StepPlanner
 
 @dataclasses.dataclass(frozen=True)
 class Guess:
-    """What the layer says at the last token of each of some spans.
+    """Output of the MTP layer at the last token of each of some spans.
 
     Attributes:
-        streams: [n, N, D].
-        logits: float32 [n, V].
+        streams: output streams [n, N, D].
+        logits: float32 [n, V] logits.
     """
 
     streams: Tensor
@@ -42,17 +42,17 @@ class Guess:
 
 
 class Drafter(Protocol):
-    """What an engine asks of a drafter."""
+    """Interface between an engine and a drafter."""
 
     def taps(self, spans: Sequence[Span]) -> tuple[Taps | None, list[int]]:
-        """What a step of the backbone shall leave for it, and which of it is each span's first."""
+        """Return the taps that a backbone step must record, and each span's first tapped row."""
 
     def run(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
-        """Follow the step's final tokens, and set the drafts of requests that go on.
+        """Process the step's final tokens, and set the drafts of requests that go on.
 
         Args:
-            spans: of the step just run; their requests hold what was chosen.
-            forwarded: the backbone's results.
+            spans: spans of the last step; their requests hold the chosen tokens.
+            forwarded: results of the backbone.
         """
 
 
@@ -83,17 +83,17 @@ class MtpDrafter:
         self._runner = runner
 
     def taps(self, spans: Sequence[Span]) -> tuple[Taps | None, list[int]]:
-        """Nothing: the layer takes the streams that the backbone ends with."""
+        """Return no taps: the layer takes the backbone's last streams."""
         return None, []
 
     def run(self, spans: Sequence[Span], forwarded: Forwarded) -> None:
-        """See ``Drafter``."""
+        """Process a step as ``Drafter.run`` requires."""
         guess = self.follow(spans, forwarded)
         if guess is None:
             return
         drafting = [span.state for span in spans if can_draft(span.state)]
-        # The guesses write ahead of the confirmed length, into pages that the next step needs
-        # as well: what has become obsolete must be returned first.
+        # The guesses write ahead of the confirmed length, into pages that the next step needs as
+        # well. Obsolete pages must be returned first.
         for state in drafting:
             self._planner.store.slide(state)
         self.draft(drafting, guess)
@@ -102,12 +102,12 @@ class MtpDrafter:
         """Run the MTP layer over the step's tokens that turned out final.
 
         Args:
-            spans: of the step just run; their requests hold what was chosen.
-            forwarded: the backbone's results.
+            spans: spans of the last step; their requests hold the chosen tokens.
+            forwarded: results of the backbone.
 
         Returns:
-            A guess for each request that ``can_draft``, in the order of ``spans``; None if there
-            is none.
+            The layer's output for each request that ``can_draft``, in the order of ``spans``; None
+            if no request can.
         """
         followed: list[Span] = []
         source: list[int] = []
@@ -128,8 +128,8 @@ class MtpDrafter:
         """Set the drafts of each request.
 
         Args:
-            states: those that ``can_draft``.
-            guess: as ``follow`` returned it. Drafts end before logits that are no numbers.
+            states: states of requests that ``can_draft``.
+            guess: output of ``follow``. Drafts end at the first row whose logits are not finite.
         """
         limits = [min(self.draft_tokens, state.remaining - 1) for state in states]
         drafting = list(range(len(states)))
@@ -170,7 +170,7 @@ class MtpDrafter:
     def _run(
         self, spans: Sequence[Span], hidden: Tensor, source: Sequence[int], wanted: Sequence[int]
     ) -> Guess | None:
-        """Run the layer over spans whose rows of ``hidden`` are ``source``; guesses of some."""
+        """Run the layer over spans with rows ``source`` of ``hidden``; return wanted guesses."""
         if self._runner is not None and all(span.is_decode for span in spans):
             fixed = self._runner.draft(spans, hidden, source)
             if fixed is not None:
@@ -188,18 +188,18 @@ class MtpDrafter:
 
 
 def final_tokens(span: Span, window: int) -> Span | None:
-    """The part of a span that turned out final and that a drafter must see, each with the next id.
+    """Return the final part of a span that a drafter must see, tokens replaced by successors.
 
-    A draft sees the window only, so that older tokens of a prompt are never read; nor is anything
-    of a request that is not going to be drafted for, unless its caches are kept.
+    A draft sees the window only, so older tokens of a prompt are skipped. A request that will not
+    draft again is skipped as well, unless its caches are kept.
 
     Args:
-        span: of a step just run.
-        window: positions that a drafter sees.
+        span: span of the last step.
+        window: number of positions that a drafter sees.
 
     Returns:
-        A span that begins at or after the given one's start, whose ``token_ids`` are those that
-        follow each of its positions; None for nothing.
+        A span that begins at or after the given one's start, whose ``token_ids`` are the successors
+        of its positions; None if no token is needed.
     """
     state = span.state
     start = max(span.start, state.drafted_from - window)
@@ -211,5 +211,5 @@ def final_tokens(span: Span, window: int) -> Span | None:
 
 
 def can_draft(state: RequestState) -> bool:
-    """Whether the request will run another step in which a draft could be verified."""
+    """True if the request will run another step in which a draft could be verified."""
     return not state.is_prefill and state.finish_reason is None and state.remaining > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# The same thing under another name: the command line takes it, Python names ours.
+# Other names of the same option: the command line accepts them, Python's errors name ours.
 SYNONYMS = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -40,7 +40,7 @@ _LENGTHS = "caches are as long as the requests need, so there is nothing to set"
 _KEYWORDS = "each is a keyword by itself: max_new_tokens, temperature, top_p, top_k, min_p, stop"
 _RANKS = "several GPUs: torchrun --nproc-per-node N -m anymla generate"
 _AS_STORED = "weights are used as the files hold them, so there is nothing to set"
-# What nothing here is the same as, and what to do instead.
+# Names without an equivalent here, and what to do instead.
 _REMARKS = {
     "max_length": "it counts the prompt as well; max_new_tokens does not",
     "do_sample": "temperature 0 takes the best token, any other samples",
@@ -75,11 +75,11 @@ _REMARKS = {
 
 
 def right_name(name: str, known: Iterable[str]) -> str:
-    """Say what an unknown option is called here, or what to do instead; "" if nobody can tell.
+    """Return our name of an unknown option, or what to do instead; "" if there is no suggestion.
 
     Args:
         name: the option's name in Python's spelling, with underscores.
-        known: names of the options that there are, in the same spelling.
+        known: names of the existing options, in the same spelling.
     """
     known = tuple(known)
     close = difflib.get_close_matches(

@@ -1,7 +1,7 @@
-"""Turns spans of tokens into a ``Step``: the metadata that every layer of a forward pass shares.
+"""The planner of steps: turns spans of tokens into the ``Step`` that every layer shares.
 
-All of it is built once per step, as tensors on the model's device, from a few integers per request;
-nothing is read back. See ``anymla.layers.step`` for what each field means.
+A step is built once per forward pass, as tensors on the model's device, from a few integers per
+request; nothing is read back. ``anymla.layers.step`` explains the fields.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from anymla.runtime.ngrams import NgramReader
 from anymla.runtime.span import Span
 from anymla.runtime.upload import upload
 
-# Up to so many tokens, numbers on the host are cheaper than calls on tensors, if no device waits.
+# Up to this many tokens, Python integers are faster than tensor calls if no device waits.
 HOST_TOKENS = 16
-# On devices widths of lists and scores, which follow from the longest request, come in few sizes
-# and as multiples of 16, so that kernels meet no new ones. 512 entries of 4 tokens, 16 of 128.
+# On devices, widths of lists and scores follow from the longest request. Rounding gives few sizes,
+# all multiples of 16, so that kernels are not compiled again: 512 entries of 4 tokens, 16 of 128.
 _DEVICE_CONTEXT_STEP = 2048
 
 
@@ -33,11 +33,11 @@ class StepPlanner:
     """Builds steps over the caches of one store.
 
     Attributes:
-        store: the caches and their block tables.
-        backend: of the selection operations.
-        context_step: ``Step.max_seq_len`` is rounded up to a multiple of it.
-        chunks: prefill requests attend to workspaces (``Step.chunks``) instead of by slots.
-        ngrams: reads the rows of ``Step.ngrams``.
+        store: caches and their block tables.
+        backend: name of the backend of the selection operations; None for the best.
+        context_step: multiple to which ``Step.max_seq_len`` is rounded up.
+        chunks: True if prefill requests attend to workspaces (``Step.chunks``) instead of by slots.
+        ngrams: reader of the rows of ``Step.ngrams``.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class StepPlanner:
         """Take the pages that the tokens need and build their step.
 
         Args:
-            spans: at least one; decode spans first.
-            window_only: for draft layers, which keep no other cache.
+            spans: spans of the step, at least one, decode spans first.
+            window_only: True for draft layers, which keep no other cache.
         """
         num_decodes = sum(span.is_decode for span in spans)
         assert spans
@@ -98,9 +98,9 @@ class StepPlanner:
         return self.with_chunks(step, [span.stop for span in spans])
 
     def with_ngrams(self, step: Step, spans: Sequence[Span], *, window_only: bool = False) -> Step:
-        """The step, with the rows of its tokens' n-grams; draft layers read none.
+        """Add the n-gram rows of the step's tokens; draft layers read none.
 
-        Where there are no spans the step is all padding.
+        Without spans the step is all padding.
         """
         if window_only:
             return step
@@ -108,11 +108,11 @@ class StepPlanner:
         return dataclasses.replace(step, ngrams=found)
 
     def rounded(self, length: int) -> int:
-        """``Step.max_seq_len`` of a longest request."""
+        """Return ``Step.max_seq_len`` for a longest request of ``length`` tokens."""
         return ceil_div(length, self.context_step) * self.context_step
 
     def longest_chunks(self, tokens: int, max_seq_len: int) -> list[int]:
-        """Lengths at which workspaces of a prompt's ``tokens`` are largest; none without them."""
+        """Return the lengths at which a prompt's workspaces are largest; [] without workspaces."""
         if not self.chunks or tokens < 2:
             return []
         ratios = {group.ratio for group in self.store.groups if group.kind == "compressed"}
@@ -120,10 +120,10 @@ class StepPlanner:
         return sorted({max(tokens, cap) for cap in {max_seq_len, *caps}}, reverse=True)
 
     def with_chunks(self, step: Step, stops: Sequence[int]) -> Step:
-        """The step, with workspaces for its prefill requests if there are to be any.
+        """Add workspaces for the step's prefill requests, if ``chunks`` is set.
 
         Args:
-            step: the step.
+            step: step without workspaces.
             stops: position after the last token of each request.
         """
         if not self.chunks or step.num_decodes == len(stops):

@@ -1,4 +1,4 @@
-"""Text as it comes, up to the first stop string."""
+"""Streaming text that ends before the first stop string."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from anymla.model.tokenizer import TextStream
 
 
 class StopText:
-    """Turns tokens into text, and ends it where a stop string begins.
+    """Turns tokens into text, and ends it before a stop string.
 
-    What could become a stop string is held back until it is known not to.
+    Text that may begin a stop string is held back until it is known not to.
 
     Attributes:
-        stopped: whether a stop string has come.
-        tokens: how many tokens were read, the one that completed the stop string included.
+        stopped: True once a stop string has come.
+        tokens: number of tokens read, the one that completed the stop string included.
     """
 
     def __init__(self, stream: TextStream, stop: Sequence[str]) -> None:
-        """Begin.
+        """Start with empty text.
 
         Args:
-            stream: of the tokenizer.
-            stop: strings, none of them empty.
+            stream: text stream of the tokenizer.
+            stop: stop strings, none of them empty.
 
         Raises:
-            ValueError: an empty string, which would stop everything.
+            ValueError: a stop string is empty, which would stop everything.
         """
         if not all(stop):
             raise ValueError("a stop string must not be empty")
@@ -36,14 +36,14 @@ class StopText:
         self.tokens = 0
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain; nothing after a stop string."""
+        """Return the text that this token makes certain; "" after a stop string."""
         if self.stopped:
             return ""
         self.tokens += 1
         return self._emit(self._stream.push(token))
 
     def finish(self) -> str:
-        """What is left at the end."""
+        """Return the rest of the text at the end."""
         if self.stopped:
             return ""
         rest = self._emit(self._stream.finish())
@@ -62,6 +62,6 @@ class StopText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that a stop string begins with."""
+    """Return the length of the longest end of the text that is a beginning of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""How many CPU threads a model's work pays for."""
+"""The number of CPU threads that pays off for a model's work."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from anymla.model.checkpoint import Checkpoint
 from anymla.model.config import ModelConfig
 
-# Weights that a thread reads for a token. Below, a step's calls into torch are its time, and
+# Bytes of weights that a thread reads for a token. Below, calls into torch dominate a step, and
 # threads of such small calls wait for each other: on two cores with a load of nine, 32 tokens of
 # the checkpoint of `anymla make-tiny` (16 MB a token) took 17 s with one thread, 79 to 136 s with
-# two. With nothing beside it, 48 tokens of bfloat16 weights took as long with two threads as with
-# one at 28 and 55 MiB a token, 2 to 8 % less of the whole command at 149, 14 to 22 % less at 292.
+# two. On idle cores, 48 tokens of bfloat16 weights took as long with two threads as with one at 28
+# and 55 MiB a token, 2 to 8 % less of the whole command at 149, 14 to 22 % less at 292.
 BYTES_A_THREAD = 128 * 2**20
 
 
 def weights_per_token(directory: str | Path) -> int:
-    """Bytes of a checkpoint's weights that a token touches: of routed experts, those it goes to.
+    """Return the bytes of weights that a token touches; only its own of the routed experts.
 
     Raises:
         ValueError: the directory is no usable checkpoint.
@@ -28,7 +28,7 @@ def weights_per_token(directory: str | Path) -> int:
     config = ModelConfig.from_dir(directory, drafts=False)
     checkpoint = Checkpoint.open(directory)
     routed = sum(info.nbytes for name, info in checkpoint.items() if ".experts." in name)
-    # Of tables a token reads a few rows.
+    # A token reads only a few rows of these tables.
     tables = ("embed.weight", "embed.scale")
     rows = sum(info.nbytes for name, info in checkpoint.items() if name.endswith(tables))
     read = checkpoint.nbytes - routed - rows
@@ -36,13 +36,13 @@ def weights_per_token(directory: str | Path) -> int:
 
 
 def threads_for(nbytes: int) -> int:
-    """Threads that reading ``nbytes`` a token pays for: one, and at most those torch has."""
+    """Return the threads that reading ``nbytes`` a token pays for: from 1 to torch's own number."""
     return max(1, min(torch.get_num_threads(), nbytes // BYTES_A_THREAD))
 
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Run with so many CPU threads."""
+    """Run the block with ``count`` CPU threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

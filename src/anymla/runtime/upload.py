@@ -12,7 +12,7 @@ _ALIGNED = 4  # elements of 16 bytes
 
 
 def upload(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """One int32 tensor for each list, all in a single copy that the host does not wait for.
+    """Copy lists to int32 tensors on the device, all in a single copy without waiting.
 
     The results share one allocation, in which each begins at a multiple of 16 bytes: kernels are
     compiled for aligned and for other addresses.
@@ -29,8 +29,8 @@ def upload(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; CPU tensors are returned as they are."""
+    """Return a copy on the device; CPU tensors are returned as they are."""
     if device.type == "cpu":
         return host
-    # torch keeps the pinned block until the copy has been made.
+    # torch keeps the pinned block until the copy has finished.
     return host.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,8 @@
-"""Runs of nothing but padding at the sizes that serving will meet.
+"""Warm-up runs on padding at the sizes that serving uses.
 
 Triton compiles a kernel for every choice of tiles, which follow from the numbers of tokens and of
-listed rows. Afterwards the code, the memory of the largest step and the recorded graphs are there.
+listed rows. After the warm-up all kernels are compiled, the memory of the largest step is allocated
+and the graphs are recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from anymla.runtime.upload import upload
 
 
 class WarmUp:
-    """Steps of any size in which nobody takes part."""
+    """Runs steps of any size that consist of padding."""
 
     def __init__(
         self,
@@ -40,10 +41,10 @@ class WarmUp:
         """Prepare nothing yet.
 
         Args:
-            model: the model.
-            planner: of the engine; nothing is written to its caches.
-            options: the engine's sizes.
-            blocks: of a DSpark drafter.
+            model: network to warm up.
+            planner: step planner of the engine; nothing is written to its caches.
+            options: sizes of the engine.
+            blocks: blocks of a DSpark drafter; None without one.
         """
         self._blocks = blocks
         self._model = model
@@ -54,16 +55,17 @@ class WarmUp:
         self._layers = model.kinds_of_layers()
 
     def run(self) -> None:
-        """Run every size once, the largest first; compile what can be compiled beforehand."""
+        """Run every size once, the largest first, and compile ahead where possible."""
         if self._store.device.type != "cpu":
             with self._compiled() as only_compiled:
                 if only_compiled:
-                    # Rows and slots are what tensors are indexed with: they must be right.
+                    # Tensors are indexed with rows and slots, so their values must be right even
+                    # when compiling.
                     self._sizes(selection="torch")
         self._sizes(selection=self._model.backend)
 
     def compile_decode(self, buckets: Sequence[Bucket]) -> None:
-        """Compile what decode steps of some sizes launch, where it can be done beforehand."""
+        """Compile the launches of decode steps of some sizes ahead of time, where possible."""
         if self._store.device.type == "cpu":
             return
         with self._compiled() as only_compiled:
@@ -73,7 +75,7 @@ class WarmUp:
                 step = self._step(
                     (bucket.tokens,) * bucket.requests,
                     bucket.max_seq_len,
-                    "torch",  # as above
+                    "torch",  # values must be right, as above
                     num_decodes=bucket.requests,
                 )
                 self._run(step)
@@ -95,16 +97,17 @@ class WarmUp:
                     self._forward(query_lens, rounded, selection)
             for requests in reversed(request_counts(options.max_requests)):
                 self._guess(requests, rounded, selection)
-            # Workspaces of prefill follow the lengths, up to the length where there are none.
+            # The workspace sizes of prefill follow the context length, up to a length without
+            # workspaces.
             for stop in self._planner.longest_chunks(counts[-1], context):
                 self._forward((counts[-1],), rounded, selection, stop=stop)
         self._logits()
 
     def _mixtures(self, tokens: int) -> Iterator[tuple[int, ...]]:
-        """Query lengths of one and two prompts, alone and behind decoding requests.
+        """Yield query lengths of one and two prompts, alone and after decoding requests.
 
-        Behind one and behind four of them, parts of a batch begin at addresses that are multiples
-        of 4 and of 16 bytes.
+        After one and after four of them, parts of a batch begin at addresses that are multiples of
+        4 and of 16 bytes.
         """
         for decoding in (0, 1, 4):
             prompts = tokens - decoding
@@ -131,7 +134,7 @@ class WarmUp:
             self._model.mtp_forward(hidden, step.token_ids, step, self._draft_cache)
 
     def _run(self, step: Step) -> Tensor:
-        """Run a layer of every kind, and write a block drafter's context; the streams."""
+        """Run a layer of every kind, write a block drafter's context, and return the streams."""
         taps = None if self._blocks is None else self._blocks.taps(len(step.token_ids))
         hidden = self._model.forward(
             step, self._store.layers[: self._backbone_layers], only=self._layers, taps=taps
@@ -142,7 +145,7 @@ class WarmUp:
         return hidden
 
     def _guess(self, requests: int, context: int, selection: str | None) -> None:
-        """Run a block for each of some requests."""
+        """Run a block for each of ``requests`` requests."""
         if self._blocks is None:
             return
         step = self._step((1,) * requests, context, selection, window_only=True)
@@ -188,7 +191,7 @@ class WarmUp:
         return self._planner.with_ngrams(step, (), window_only=window_only)
 
     def _logits(self) -> None:
-        """Of as many rows as are chosen from, drafted from, or scored at once."""
+        """Compute logits of the row counts that are chosen from, drafted from, or scored."""
         model, options = self._model, self._options
         chosen = options.max_requests * (1 + options.draft_tokens)
         scored = min(options.batch_tokens, block_rows(model.config.vocab_size))

@@ -1,4 +1,4 @@
-"""How steps read the rows that queries share: by slots, decoded once for some, or beforehand."""
+"""The way in which steps read rows that queries share: by slots or from decoded workspaces."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from anymla.runtime.device_step import ChooseReads, Reads
 
 
 def attends_to_workspaces(model: Transformer) -> bool:
-    """Whether there is a kernel that reads runs of one workspace."""
+    """True if a kernel that reads runs of one workspace can run."""
     # float16 would not hold every FP8 row.
     fits = model.config.head_dim == CHANNELS and model.dtype == torch.bfloat16
     return model.backend is None and fits and bool(runs_on(model.device))
 
 
 def reads_in(model: Transformer, store: CacheStore, bucket: Bucket) -> ChooseReads | None:
-    """What ``device_step`` asks of a bucket's steps; None where all is read by slots."""
+    """Return the choice for ``device_step`` in a bucket's steps; None if all is by slots."""
     if bucket.tokens < 2 or not attends_to_workspaces(model):
         return None
     attention = next(each for each in model.modules() if isinstance(each, AttentionLayer))

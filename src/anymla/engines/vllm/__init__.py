@@ -1,1 +1,1 @@
-"""vLLM serves DeepSeek-V4 with anymla's attention: an out-of-tree plugin, adapters only."""
+"""An out-of-tree plugin with which vLLM serves DeepSeek-V4 on anymla's operations."""

@@ -1,7 +1,7 @@
-"""What vLLM answers to prompts of token ids, with the plugin or without it.
+"""Answers of vLLM to prompts of token ids, with the plugin or without it.
 
-vLLM runs in a process of its own, ``python -m anymla.engines.vllm.answers ASKED ANSWERED``: what
-the plugin replaces is decided when vLLM starts, and a second start in one process is not possible.
+vLLM runs in a process of its own, ``python -m anymla.engines.vllm.answers ASKED ANSWERED``: the
+plugin's replacements are decided when vLLM starts, and it cannot start twice in one process.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from typing import Any
 from anymla.child_process import python_command
 from anymla.engines.vllm.report import VARIABLE
 
-# What kernels of vLLM 0.32 take of ``config.json``. On a CPU it is its router that is particular;
-# the plugin's layers take any size.
+# Sizes in ``config.json`` that kernels of vLLM 0.32 support. On a CPU only its router has limits;
+# the plugin's layers support any size.
 CPU_TAKES = {"num_experts_per_tok": (6, 8), "n_routed_experts": (64, 128, 256, 384)}
-# Index scores are DeepGEMM's, the top-k vLLM's own, and the FP8 ``wo_a`` is read in blocks of 128.
+# Index scores run in DeepGEMM, the top-k in vLLM's kernel, and the FP8 ``wo_a`` is read in blocks
+# of 128.
 GPU_TAKES = CPU_TAKES | {
     "index_n_heads": (64,),
     "index_topk": (512, 1024, 2048),
     "o_lora_rank": (128, 256, 512, 1024),
 }
 
-_END_SECONDS = 20  # for vLLM's processes to end by themselves
-_ROOM = 1024  # of whose multiples a request has room for tokens
-_LAST_WORDS = 2000  # characters of the log
+_END_SECONDS = 20  # seconds for vLLM's processes to end by themselves
+_ROOM = 1024  # room for tokens per request is a multiple of this
+_LAST_WORDS = 2000  # characters of the log's end that are reported
 
 
 class EngineFailed(RuntimeError):
@@ -42,11 +43,11 @@ class EngineFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What follows one prompt.
+    """Continuation of one prompt.
 
     Attributes:
-        token_ids: generated, without the token that ended the text.
-        logprobs: natural logarithms of their probabilities.
+        token_ids: generated tokens, without the token that ended the text.
+        logprobs: natural logarithms of the tokens' probabilities.
     """
 
     token_ids: tuple[int, ...]
@@ -54,15 +55,14 @@ class Reply:
 
 
 def missing_sizes(config: Mapping[str, Any], takes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The sizes to which ``testing.widen`` has to pad a checkpoint; none if it fits.
+    """Return the sizes to which ``testing.widen`` must pad a checkpoint; {} if it fits.
 
     Args:
-        config: the checkpoint's.
-        takes: sizes that are taken, by name, ascending, num_experts_per_tok before
-            n_routed_experts.
+        config: configuration of the checkpoint, ``config.json``.
+        takes: supported sizes by name, ascending, num_experts_per_tok before n_routed_experts.
 
     Raises:
-        ValueError: none is large enough.
+        ValueError: no supported size is large enough.
     """
     sizes: dict[str, int] = {}
     for name, allowed in takes.items():
@@ -89,17 +89,17 @@ def answers(
     new_tokens: int,
     stop_ids: Sequence[int],
 ) -> list[Reply]:
-    """Start vLLM, continue each prompt greedily, one after the other, and end it.
+    """Start vLLM, continue the prompts greedily one after the other, and end it.
 
     Args:
-        checkpoint: a directory that vLLM can serve.
-        prompts: token ids.
-        mode: ANYMLA_VLLM, such as "off" or "auto".
-        new_tokens: generated after each prompt, at most.
-        stop_ids: tokens that end a text.
+        checkpoint: directory that vLLM can serve.
+        prompts: token ids of each prompt.
+        mode: value of ANYMLA_VLLM, such as "off" or "auto".
+        new_tokens: most tokens generated after each prompt.
+        stop_ids: ids of tokens that end a text.
 
     Raises:
-        EngineFailed: see there.
+        EngineFailed: vLLM did not start, or stopped.
     """
     asked = {
         "checkpoint": str(checkpoint.resolve()),
@@ -120,13 +120,13 @@ def answers(
 
 
 def _environment(mode: str) -> dict[str, str]:
-    """Nothing is fetched; on a CPU a gigabyte of cache, unless told otherwise."""
+    """Return the environment: offline, and on a CPU one gigabyte of cache by default."""
     defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     return defaults | os.environ | {VARIABLE: mode}
 
 
 def _finish(command: list[str], env: dict[str, str], log: Path) -> int:
-    """Run a command to its end; whatever it started ends with it. Its exit status."""
+    """Run a command and its children to the end, and return its exit status."""
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
@@ -142,7 +142,7 @@ def _finish(command: list[str], env: dict[str, str], log: Path) -> int:
 
 
 def _answer(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """In vLLM's process: the replies."""
+    """Return the replies; runs in vLLM's process."""
     from vllm import LLM, SamplingParams
 
     new, longest = asked["new_tokens"], max(map(len, asked["prompts"]))

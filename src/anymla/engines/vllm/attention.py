@@ -1,4 +1,4 @@
-"""vLLM's DeepSeek-V4 attention layer with anymla's operations inside, and what V4.1's shares."""
+"""vLLM's DeepSeek-V4 attention layer on anymla's operations, and the base of V4.1's layer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _Base: Any = getattr(importlib.import_module(_MODULE), _CLASS)
 
 
 class AttentionAdapter(ANY):
-    """Mixed in before an attention class of vLLM's: projections, caches, metadata stay its own.
+    """Mixin before an attention class of vLLM, whose projections, caches and metadata stay its own.
 
     Attributes:
-        backend: of anymla's operations; None lets each choose by device.
-        scratch_bytes: of vLLM's workspace that attention may need.
+        backend: name of the backend of anymla's operations; None to choose by device.
+        scratch_bytes: most bytes of vLLM's workspace that attention may need.
     """
 
     backend: str | None = None
@@ -43,7 +43,7 @@ class AttentionAdapter(ANY):
         return num_heads
 
     def _keep_wo_a(self, layer: nn.Module) -> None:
-        """Decode the grouped weight as loaded; it never runs as a linear layer of vLLM's."""
+        """Decode the grouped weight as loaded; it never runs as a linear layer of vLLM."""
         self.wo_a_groups = _decoded(layer).view(self.n_local_groups, self.o_lora_rank, -1)
         for name, parameter in list(layer.named_parameters(recurse=False)):
             setattr(layer, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
@@ -89,13 +89,13 @@ class AttentionAdapter(ANY):
             output[end:].zero_()
 
     def _chunks(self, attn_metadata: dict[str, Any], positions: Tensor) -> list[Chunk]:
-        """Those prefills of the step that attend to a workspace."""
+        """Return the prefills of the step that attend to a workspace."""
         return []
 
     def _attend_decoded(
         self, q: Tensor, attn_metadata: dict[str, Any], chunk: Chunk, output: Tensor
     ) -> None:
-        """Attend to the rows that a chunk of prefills can see, decoded side by side."""
+        """Attend to the decoded rows that a chunk of prefills can see."""
         tokens, selected = chunk.tokens, None
         with scratch_scope():
             rows = scratch((*chunk.shape, self.head_dim), q.dtype, q.device)
@@ -133,7 +133,7 @@ class AttentionAdapter(ANY):
         rows: Rows,
         output: Tensor,
     ) -> None:
-        """Attend to rows where they lie; ``rows`` of the window of each of the tokens."""
+        """Attend to rows in the caches; ``rows`` are the window rows of each of the tokens."""
         if tokens.start == tokens.stop:
             return
         plans = plans_of_step(attn_metadata, attn_metadata[self.swa_cache_layer.prefix])
@@ -154,13 +154,13 @@ class AttentionAdapter(ANY):
         )
 
     def _entries(self, attn_metadata: Any, tokens: slice) -> Rows | None:
-        """The entries of tokens in the compressed cache; None for a layer of windows alone."""
+        """Return the entries of tokens in the compressed cache; None in a window-only layer."""
         raise NotImplementedError
 
     def _selected_entries(
         self, metadata: Any, attn_metadata: dict[str, Any], tokens: slice
     ) -> Rows:
-        """The entries that were selected for tokens, in the cache of that metadata."""
+        """Return the selected entries of tokens, in the cache of that metadata."""
         slots, lengths = compute_global_topk_indices_and_lens(
             self.topk_indices_buffer[tokens],
             metadata.req_id_per_token[tokens],
@@ -178,7 +178,7 @@ class AttentionAdapter(ANY):
 
 
 class AnymlaAttention(AttentionAdapter, _Base):
-    """DeepSeek-V4's layer, one class for every device."""
+    """DeepSeek-V4's attention layer, one class for every device."""
 
     backend_cls = SPARSE_BACKEND
     swa_backend_cls = WINDOW_BACKEND
@@ -191,7 +191,7 @@ class AnymlaAttention(AttentionAdapter, _Base):
         self.scratch_bytes = rows * self.head_dim * torch.bfloat16.itemsize
 
     def _wrap_wo_a_process_weights_after_loading(self) -> None:
-        """Nothing: here vLLM's CPU layer would have its own packing of ``wo_a`` called."""
+        """Do nothing; vLLM's CPU layer would apply its own packing to ``wo_a`` here."""
 
     def _fused_qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any
@@ -227,7 +227,7 @@ class AnymlaAttention(AttentionAdapter, _Base):
 
 
 def _decoded(layer: Any) -> Tensor:
-    """The weight of a linear layer that vLLM has just loaded, in bfloat16 or float32."""
+    """Decode the weight of a linear layer that vLLM has just loaded, to bfloat16 or float32."""
     weight, scale = layer.weight.data, getattr(layer, "weight_scale_inv", None)
     by_row = getattr(layer, "weight_scale", None)
     if weight.dtype in (torch.bfloat16, torch.float32):
@@ -240,7 +240,7 @@ def _decoded(layer: Any) -> Tensor:
         and by_row.element_size() == 1
         and by_row.shape == by_32
     ):
-        # V4.1's blocks are of 32 rows, whose scale vLLM has repeated for each of them.
+        # V4.1's blocks have 32 rows; vLLM has repeated a block's scale for each of them.
         scales = by_row.data.view(torch.uint8)[::32]
         return dequantize_fp8_weight(weight.view(torch.uint8), scales, torch.bfloat16, 32)
     if weight.dtype != torch.float8_e4m3fn or scale is None:

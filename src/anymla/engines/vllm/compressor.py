@@ -13,7 +13,7 @@ from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 
 
 class AnymlaCompressor(DeepseekCompressor):
-    """Of the main cache or of the index cache."""
+    """Compressor of the main cache or of the index cache."""
 
     backend: str | None = None
 
@@ -49,9 +49,10 @@ class AnymlaCompressor(DeepseekCompressor):
         attn_metadata: dict[str, Any],
         pdl_kwargs: dict[str, Any],
     ) -> None:
-        """Entries of the windows that close; a method of vLLM's own from 0.33 on."""
+        """Store the entries of complete windows; a method of vLLM itself from 0.33 on."""
         requests = state_metadata.token_to_req_indices
-        # A batch is padded for a captured graph. Outside of one the requests end before the slots.
+        # A batch is padded for a captured graph. Outside of a graph, there are fewer request ids
+        # than slots.
         tokens = len(requests)
         index_layout = INDEX_MXFP4 if self.use_fp4_cache else INDEX_FP8
         compress_norm_rope_insert(

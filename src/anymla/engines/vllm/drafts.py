@@ -1,4 +1,4 @@
-"""The context of vLLM's DSpark drafter, stored by anymla's operations."""
+"""Storage of the context of vLLM's DSpark drafter by anymla's operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from anymla.ops.norm_rope import rope
 
 
 def inserting(theirs: Callable[..., None]) -> Callable[..., None]:
-    """How a stage's context is stored: anymla's for its own layers, else as ``theirs``."""
+    """Return a function that stores a stage's context: ours for anymla's layers, else
+    ``theirs``."""
 
     def insert(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         ours = isinstance(attn, AnymlaAttention)
@@ -25,13 +26,13 @@ def inserting(theirs: Callable[..., None]) -> Callable[..., None]:
 def insert_context_kv(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
     """Rotate rows of the context and store them in a stage's window cache.
 
-    vLLM's own kernel converts to FP8, which not every device can that anymla runs on.
+    vLLM's own kernel converts to FP8, which some devices that anymla supports cannot do.
 
     Args:
-        attn: anymla's attention layer of the stage.
-        kv: [T, D], normed.
-        positions: int64 [T].
-        slot_mapping: int64 [T]; negative slots are skipped.
+        attn: attention layer of the stage, one of anymla's.
+        kv: normed rows [T, D] of the context.
+        positions: int64 [T], position of each row.
+        slot_mapping: int64 [T], slot of each row; negative slots are skipped.
     """
     table = attn.rotary_emb.cos_sin_cache
     rows = rope(kv.unsqueeze(1), positions, table, backend=attn.backend).squeeze(1)

@@ -1,6 +1,6 @@
-"""vLLM's mixture of experts of DeepSeek-V4 over anymla's router and MXFP4 experts.
+"""vLLM's mixture of experts of DeepSeek-V4 on anymla's router and MXFP4 experts.
 
-The experts' weights stay as the checkpoint has them, whatever the number of tokens: they are not
+The experts' weights stay as the checkpoint stores them for every number of tokens: they are not
 repacked for Marlin, and there is no second copy.
 """
 
@@ -20,13 +20,13 @@ from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.moe import experts, route_biased, route_hash
 from anymla.ops.streams import deferred_stream_wait
 
-# Up to so many tokens the shared expert leaves SMs free for the router and the others. vLLM's own
-# threshold.
+# Up to this many tokens the shared expert leaves SMs free for the router and the routed experts.
+# The threshold is vLLM's own.
 _BESIDE_TOKENS = 256
 
 
 def install(model: nn.Module) -> None:
-    """Exchange the classes of a model's mixtures of experts, before their weights are loaded."""
+    """Replace the classes of a model's mixtures of experts, before their weights are loaded."""
     found: list[Any] = [each for each in model.modules() if type(each) is DeepseekV4MoE]
     layers = [each for each in found if kept(each) is None]
     device = layers[0].gate.weight.device if layers else torch.device("cpu")
@@ -39,7 +39,7 @@ def install(model: nn.Module) -> None:
 
 
 def kept(layer: Any) -> str | None:
-    """Why a mixture of experts has to stay vLLM's; None if it need not."""
+    """Return the reason why a mixture of experts must stay vLLM's; None if anymla's can run."""
     if layer.use_native_mega_moe:
         return "experts of DeepGEMM's megakernel"
     runner = layer.experts
@@ -62,12 +62,11 @@ def kept(layer: Any) -> str | None:
 
 
 class Mxfp4Experts(Mxfp4MoEMethod):
-    """The routed experts of one layer; never constructed, a method's class is exchanged.
+    """The routed experts of one layer; never constructed, a method's class is replaced by it.
 
     Attributes:
-        matrices: arguments of ``experts``: matrices and scales of all of them are views of vLLM's
-            parameters.
-        first: global id of the first expert here.
+        matrices: arguments of ``experts``; matrices and scales are views of vLLM's parameters.
+        first: global id of the first expert on this rank.
     """
 
     supports_pre_processed_weights = False
@@ -79,7 +78,7 @@ class Mxfp4Experts(Mxfp4MoEMethod):
     first: int
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is repacked."""
+        """Repack nothing."""
         half = layer.w13_weight.shape[1] // 2
         self.matrices = {
             "w1": layer.w13_weight.data[:, :half],
@@ -89,7 +88,8 @@ class Mxfp4Experts(Mxfp4MoEMethod):
             "s3": layer.w13_weight_scale.data[:, half:],
             "s2": layer.w2_weight_scale.data,
         }
-        local_ids = layer.expert_map_manager.expert_map  # by global id, -1 for those elsewhere
+        # indexed by global id, -1 for experts of other ranks
+        local_ids = layer.expert_map_manager.expert_map
         self.first = 0
         if local_ids is not None:
             here = (local_ids >= 0).nonzero().flatten().tolist()
@@ -98,7 +98,7 @@ class Mxfp4Experts(Mxfp4MoEMethod):
                 raise NotImplementedError(f"{layer.layer_name}: experts that are not neighbours")
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Scales of vLLM's kernels, none of which runs."""
+        """Return None: none of vLLM's kernels runs, so none needs scales."""
 
     def apply(
         self,
@@ -109,13 +109,13 @@ class Mxfp4Experts(Mxfp4MoEMethod):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """What vLLM's runner calls, where it routes."""
+        """Run the experts; vLLM's runner calls it after its own routing."""
         return self.run(x, topk_ids.to(torch.int32), topk_weights, layer.swiglu_limit, None)
 
     def run(
         self, x: Tensor, ids: Tensor, weights: Tensor, limit: float, shared: Tensor | None
     ) -> Tensor:
-        """The sum of each token's experts that are here, and of ``shared``: [T, D]."""
+        """Return the sum [T, D] of each token's experts on this rank, and of ``shared``."""
         return experts(
             x,
             ids,
@@ -131,10 +131,10 @@ class Mxfp4Experts(Mxfp4MoEMethod):
 
 
 class AnymlaMoE(DeepseekV4MoE):
-    """Router, routed experts and shared expert; never constructed, its class is exchanged.
+    """Router, routed experts and shared expert; never constructed, its class is assigned.
 
     Attributes:
-        side: CUDA streams of the model's mixtures of experts.
+        side: CUDA streams that the model's mixtures of experts share.
         token_experts: int64 [V, K], experts of every token id; None in layers that score.
     """
 
@@ -143,7 +143,7 @@ class AnymlaMoE(DeepseekV4MoE):
     token_experts: Tensor | None = None
 
     def _keep_table(self, gate: Any) -> None:
-        """Token ids' experts, as the operation reads them."""
+        """Keep the experts of token ids in the operation's form."""
         table = gate.tid2eid
         self.token_experts = None if table is None else table.data.long()
 
@@ -153,10 +153,10 @@ class AnymlaMoE(DeepseekV4MoE):
         input_ids: Tensor | None = None,
         mega_gate_metadata: Any = None,
     ) -> Tensor:
-        """Map [T, hidden] to [T, hidden]; the shared expert may run beside the others."""
+        """Map [T, hidden] to [T, hidden]; the shared expert may run in parallel with the others."""
         runner, x = self.experts, hidden_states
         hashed = self.gate.tid2eid is not None
-        # Whoever records the chosen experts listens to vLLM's router.
+        # A recorder of the chosen experts is attached to vLLM's router, so that router must run.
         if runner.router.capture_fn is not None or (hashed and input_ids is None):
             return super().forward(hidden_states, input_ids, mega_gate_metadata)
         side = self.side if len(x) <= _BESIDE_TOKENS else INLINE
@@ -169,7 +169,7 @@ class AnymlaMoE(DeepseekV4MoE):
         return runner._maybe_reduce_final_output(out, None)
 
     def _route(self, x: Tensor, input_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Expert ids int32 [T, K] and weights float32 [T, K]; padding goes to no expert."""
+        """Return expert ids int32 [T, K] and weights float32 [T, K]; padding goes to no expert."""
         context, gate = get_forward_context(), self.gate
         padding = context.is_padding if vllm_envs.VLLM_MOE_SKIP_PADDING else None
         padding = None if padding is None else padding[: len(x)]

@@ -1,4 +1,4 @@
-"""vLLM's hyper-connection (mHC) functions and layers over anymla's operations.
+"""vLLM's hyper-connection (mHC) functions and layers on anymla's operations.
 
 The functions have vLLM's parameters; shapes are [.., N, D] for streams, [.., D] for a sublayer's
 input and output, [.., N, 1] and [.., N, N] for the gates.
@@ -39,7 +39,7 @@ def pre(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates, and the streams collapsed to a sublayer's input, normed if there is a weight."""
+    """Compute gates, and collapse the streams to a sublayer's input, normed given a weight."""
     _check_numbers(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, norm_weight, norm_eps)
     flat = residual.flatten(0, -3)
     rows = codes.allocate(fn, flat)
@@ -61,7 +61,7 @@ def pre(
 def _like_vllm(
     residual: Tensor, y: Tensor, gate: Tensor, comb: Tensor, rows: QuantizedRows | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates and a sublayer's input in vLLM's shapes and order; the input's quantised rows."""
+    """Return gates and a sublayer's input in vLLM's shapes and order; attach the quantised rows."""
     outer = residual.shape[:-2]
     x = codes.attach(y.view(*outer, -1), rows)
     return gate.view(*outer, -1, 1), comb.view(*outer, *comb.shape[1:]), x
@@ -70,14 +70,14 @@ def _like_vllm(
 def pre_broadcast(
     residual: Tensor, fn: Tensor, *args: Any, fn_broadcast: Any = None, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """``pre`` of the first layer, whose streams are all the embedding [T, D]."""
+    """Run ``pre`` for the first layer, whose streams all equal the embedding [T, D]."""
     streams = fn.shape[1] // residual.shape[-1]
     residual = residual.unsqueeze(-2).repeat_interleave(streams, dim=-2)
     return (residual, *pre(residual, fn, *args, **kwargs))
 
 
 def post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
-    """Streams after a sublayer."""
+    """Return the streams after a sublayer."""
     streams, width = residual.shape[-2:]
     flat = residual.reshape(-1, streams, width)
     gates = post_layer_mix.reshape(-1, streams), comb_res_mix.reshape(-1, streams, streams)
@@ -102,7 +102,7 @@ def post_pre(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, ...]:
-    """``post`` of one sublayer, then ``pre`` of the next: one operation where that has a norm."""
+    """Run ``post``, then ``pre`` of the next sublayer; one operation if that has a norm."""
     _check_numbers(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, norm_weight, norm_eps)
     if norm_weight is None:
         numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
@@ -137,7 +137,7 @@ def _check_numbers(
     norm_weight: Tensor | None,
     norm_eps: float,
 ) -> None:
-    """The operations know one epsilon of each kind, and the factor 2."""
+    """Check that the epsilons of a kind agree and the factor is 2, as the operations need."""
     assert hc_pre_eps == hc_sinkhorn_eps
     assert hc_post_mult_value == 2.0
     assert norm_weight is None or norm_eps == rms_eps
@@ -151,7 +151,7 @@ def head(
     rms_norm_eps: float,
     hc_eps: float,
 ) -> Tensor:
-    """Streams collapsed after the last layer."""
+    """Collapse the streams after the last layer."""
     flat = hidden_states.flatten(0, -3)
     y = hc_head(flat, hc_fn, hc_base, hc_scale, norm_eps=rms_norm_eps, hc_eps=hc_eps)
     return y.view(*hidden_states.shape[:-2], -1)
@@ -172,14 +172,14 @@ def pre_delayed(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gates of a site of V4.1, and its input through the gates of the site before.
+    """Compute the gates of a V4.1 site, and its input through the gates of the site before.
 
-    The first site's ``fn`` is whole here (``v41_model``), so that the embedding ``x``, of which
-    all streams are copies, is not needed.
+    The first site's ``fn`` is whole here (``v41_model``), so the embedding ``x``, which all
+    streams equal, is not needed.
 
     Returns:
-        How the output returns: to the streams, and between them; the normed input; the gates that
-        the next site reads through.
+        The weights that return the output to the streams, and mix the streams; the normed input;
+        the gates through which the next site reads.
     """
     _check_numbers(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, norm_weight, norm_eps)
     pre, gate, comb = hc_gates(
@@ -206,8 +206,8 @@ def shifted_post_pre(
     reduce_results: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """``post`` of one sublayer, ``pre_delayed`` of the next; the streams' mean if asked for."""
-    assert isinstance(x, Tensor)  # nothing is left to the all-reduce of a later kernel
+    """Run ``post``, then ``pre_delayed`` of the next sublayer; return the mean if requested."""
+    assert isinstance(x, Tensor)  # no sum is left to the all-reduce of a later kernel
     assert not reduce_results
     assert stream is None
     residual = post(x, residual, post_layer_mix, comb_res_mix)
@@ -216,12 +216,12 @@ def shifted_post_pre(
 
 
 def collapse(x: Tensor, pre_mix: Tensor) -> Tensor:
-    """Streams [T, N, D] read through the last site's gates."""
+    """Read streams [T, N, D] through the last site's gates."""
     y: Tensor = hc_collapse_norm(x, pre_mix, None, norm_eps=0.0)
     return y
 
 
-# Of V4.1's model.
+# Functions that V4.1's model calls.
 V41_FUNCTIONS = {
     "mhc_pre_delayed_tilelang": pre_delayed,
     "mhc_shifted_post_pre": shifted_post_pre,

@@ -21,24 +21,24 @@ from anymla.ops.indexer.interface import SCRATCH_BYTES
 
 
 class AnymlaIndexerCache(DeepseekV4IndexerCache):
-    """Index keys, addressed by metadata of anymla's builder."""
+    """Cache of index keys, addressed by metadata of anymla's builder."""
 
     def get_attn_backend(self) -> type:
         return INDEXER_BACKEND
 
 
 class IndexerAdapter(ANY):
-    """Mixed in before an indexer of vLLM's: its queries, where entries have to be chosen."""
+    """Mixin before an indexer of vLLM: computes its queries if entries have to be selected."""
 
     backend: str | None = None
 
     def _fits(self, step: Any, positions: Tensor) -> bool:
-        """Whether every entry of the step's requests fits the selection."""
+        """True if every entry of the step's requests fits the selection."""
         fits: bool = step.max_seq_len // self.compress_ratio <= self.topk_tokens
         return fits and not _is_captured(positions)
 
     def _choose_all(self, step: Any, made_of: object) -> None:
-        """Select every entry, unless a layer before did so for the same ``made_of``."""
+        """Select every entry, unless an earlier layer did so for the same ``made_of``."""
         buffer = self.topk_indices_buffer
 
         def write() -> None:
@@ -55,7 +55,7 @@ class IndexerAdapter(ANY):
         positions: Tensor,
         rotary_emb: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Queries, scales of packed ones, and weights of the heads."""
+        """Return queries, scales of packed queries, and weights of the heads."""
         q, q_scales, weights = indexer_q_rope_quant(
             self._wq_b_proj(qr, qr_scale).unflatten(-1, (self.n_head, self.head_dim)),
             weights,
@@ -70,7 +70,7 @@ class IndexerAdapter(ANY):
 
 
 class AnymlaIndexer(IndexerAdapter, DeepseekV4Indexer):
-    """Index queries; the compressor inside writes the keys, whosever it is."""
+    """Index queries of DeepSeek-V4; the compressor inside, vLLM's or anymla's, writes the keys."""
 
     def _get_cache_cls(self) -> type:
         return AnymlaIndexerCache
@@ -89,7 +89,7 @@ class AnymlaIndexer(IndexerAdapter, DeepseekV4Indexer):
         qr_scale: Tensor | None = None,
         skip_compressor: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Write index keys. Queries, scales, weights; none where every entry fits the selection."""
+        """Write index keys; return queries, scales and weights, None if every entry is selected."""
         if not skip_compressor:
             self.compressor(compressed_kv_score, positions, rotary_emb)
         attn_metadata = get_forward_context().attn_metadata
@@ -102,7 +102,7 @@ class AnymlaIndexer(IndexerAdapter, DeepseekV4Indexer):
 
 
 class AnymlaSparseAttnIndexer(SparseAttnIndexer):
-    """Scores and selection."""
+    """Scores of index keys, and the selection."""
 
     backend: str | None = None
 
@@ -118,7 +118,7 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
         topk_indices_buffer: Tensor,
         **kwargs: Any,
     ) -> None:
-        CustomOp.__init__(self)  # vLLM's own constructor insists on DeepGEMM
+        CustomOp.__init__(self)  # vLLM's own constructor requires DeepGEMM
         self.k_cache, self.topk_indices_buffer = k_cache, topk_indices_buffer
         self.compress_ratio = kwargs["compress_ratio"]
         self.layout = INDEX_MXFP4 if kwargs["use_fp4_cache"] else INDEX_FP8
@@ -133,7 +133,7 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
         return self.topk_indices_buffer
 
     def _select(self, q_quant: Any, weights: Tensor, step: Any) -> None:
-        """Write the entries that each token of a step keeps."""
+        """Write the entries selected for each token of a step."""
         q, q_scales = q_quant if isinstance(q_quant, tuple) else (q_quant, None)
         for tokens, longest in step.selections:
             select_topk(
@@ -153,5 +153,5 @@ class AnymlaSparseAttnIndexer(SparseAttnIndexer):
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    """Whether a graph records this step, which then serves longer requests as well."""
+    """True if a graph records this step, because it will then serve longer requests as well."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

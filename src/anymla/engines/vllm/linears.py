@@ -1,8 +1,8 @@
-"""vLLM's FP8 linear layers of DeepSeek-V4, multiplied by anymla's kernels while tokens are few.
+"""vLLM's FP8 linear layers of DeepSeek-V4, multiplied by anymla's kernels for few tokens.
 
-Those of attention and of the shared expert. Weights stay where vLLM loaded them, so that its own
-kernels multiply them for more tokens. So does the weight of the output projection by groups of
-heads (``wo_a``), which vLLM runs as no linear layer.
+These are the layers of attention and of the shared expert. Weights stay where vLLM loaded them, so
+that its own kernels multiply them for more tokens. The same holds for the weight of the output
+projection by groups of heads (``wo_a``), which vLLM does not run as a linear layer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from anymla.ops.linear import grouped_output_projection_fp8, inverse_rope_fp8_qu
 from anymla.ops.moe import swiglu
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm
 
-# Of DeepGEMM: a scale for each row and 128 channels of heads, and for 128 x 128 of a weight.
+# DeepGEMM's recipe: a scale for each row and 128 channels of heads, and for 128 x 128 of a weight.
 _EINSUM = (1, FP8_BLOCK, FP8_BLOCK)
 
 
 def install(model: nn.Module) -> None:
-    """Exchange the classes of a model's layers, before its weights are loaded."""
+    """Replace the classes of a model's layers, before its weights are loaded."""
     for layer in model.modules():
         if isinstance(layer, DeepseekV4DecoderLayer):
             _install_attention(layer.attn, layer.hc_attn_fn)
@@ -60,10 +60,10 @@ def _install_shared_expert(expert: Any, site: nn.Parameter) -> None:
 
 
 def _exchange(layer: Any, site: nn.Parameter | None = None) -> None:
-    """Have a linear layer multiply by anymla's kernels, if it is one of FP8 blocks.
+    """Make a linear layer multiply by anymla's kernels if its weight is FP8 in blocks.
 
     Args:
-        layer: of vLLM's.
+        layer: linear layer of vLLM.
         site: ``fn`` of the hyper-connection whose result the layer reads, or None.
     """
     method = layer.quant_method
@@ -73,11 +73,11 @@ def _exchange(layer: Any, site: nn.Parameter | None = None) -> None:
 
 
 class Fp8Linear(Fp8LinearMethod):
-    """How one layer multiplies; never constructed, a method's class is exchanged.
+    """Multiplication of one FP8 layer; never constructed, a method's class is replaced by it.
 
     Attributes:
-        site: see ``_exchange``.
-        held: the weight as anymla reads it; None where vLLM has packed it for its own kernel.
+        site: ``fn`` of the hyper-connection before the layer, see ``_exchange``.
+        held: weight in anymla's form; None if vLLM has packed it for its own kernel.
     """
 
     backend: str | None = None
@@ -85,7 +85,7 @@ class Fp8Linear(Fp8LinearMethod):
     held: Linear | None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Let vLLM prepare its kernel, and see whether it left the weight as it was."""
+        """Let vLLM prepare its kernel, and check that it left the weight unchanged."""
         weight, scale = layer.weight.data, layer.weight_scale_inv.data.clone()
         super().process_weights_after_loading(layer)
         self.held = None
@@ -103,12 +103,12 @@ class Fp8Linear(Fp8LinearMethod):
 
 
 def _is_unchanged(layer: Any, weight: Tensor, scale: Tensor) -> bool:
-    """Whether a layer's codes are those that were loaded, and so is their scale."""
+    """True if a layer's codes and scales are those that were loaded."""
     now = layer.weight.data
     same = now.dtype == weight.dtype == torch.float8_e4m3fn and now.shape == weight.shape
     if not same or now.data_ptr() != weight.data_ptr():
         return False
-    # Scales that are powers of two already are all that no kernel of vLLM's asks codes to follow.
+    # If scales are powers of two already, no kernel of vLLM changes the codes.
     if scale.dtype == torch.float8_e8m0fnu:
         return True
     prepared = layer.weight_scale_inv.data
@@ -120,7 +120,7 @@ def _bytes_or_float(scale: Tensor) -> Tensor:
 
 
 class SharedExpert(DeepseekV4MLP):
-    """The expert that every token passes through; never constructed, its class is exchanged."""
+    """The expert that every token passes through; never constructed, its class is assigned."""
 
     backend: str | None = None
 
@@ -137,12 +137,12 @@ class SharedExpert(DeepseekV4MLP):
 
 
 class Fp8Attention(DeepseekV4Attention):
-    """What attention does between FP8 products; before a class of vLLM's or anymla's attention.
+    """Work between attention's FP8 products; a base class before vLLM's or anymla's attention.
 
     Attributes:
-        prepare_wo_a: what would become of the grouped weight without this class.
-        wo_a_codes: uint8 e4m3 codes [G, rank, J]; None where ``wo_a`` is not FP8.
-        wo_a_scales: float32 [G, rank / 128, J / 128].
+        prepare_wo_a: vLLM's function that would process the grouped weight.
+        wo_a_codes: uint8 e4m3 codes [G, rank, J]; None if ``wo_a`` is not FP8.
+        wo_a_scales: float32 [G, rank / 128, J / 128] scales of the codes.
     """
 
     backend: str | None = None
@@ -151,7 +151,7 @@ class Fp8Attention(DeepseekV4Attention):
     wo_a_scales: Tensor
 
     def _hold_wo_a(self, layer: Any) -> None:
-        """Keep the grouped weight as loaded; it never runs as a linear layer of vLLM's."""
+        """Keep the grouped weight as loaded; it never runs as a linear layer of vLLM."""
         weight, scale = layer.weight.data, getattr(layer, "weight_scale_inv", None)
         blocks = self.o_lora_rank % FP8_BLOCK == weight.shape[1] % FP8_BLOCK == 0
         if weight.dtype != torch.float8_e4m3fn or scale is None or not blocks:
@@ -183,8 +183,9 @@ class Fp8Attention(DeepseekV4Attention):
             o, positions, table, n_groups=groups, backend=self.backend
         )
         if len(o) > codes.MOST_CODED_TOKENS and _has_einsum():
-            # H200, V4-Flash, beside all of vLLM's projection: 256 tokens 28.7 us for 37.1, 2,048
-            # 171 for 260. By anymla alone they take 79.9 and 214, 128 tokens 21.7 for 20.2.
+            # H200, V4-Flash, against vLLM's whole projection: 256 tokens 28.7 us against 37.1,
+            # 2,048 171 against 260. With anymla's kernels alone it takes 79.9 and 214, and for 128
+            # tokens 21.7 against 20.2.
             z = o.new_empty((len(o), groups, self.o_lora_rank))
             weight = self.wo_a_codes.view(torch.float8_e4m3fn), self.wo_a_scales
             fp8_einsum("bhr,hdr->bhd", (heads, scales), weight, z, recipe=_EINSUM)
@@ -196,5 +197,5 @@ class Fp8Attention(DeepseekV4Attention):
 
 
 def _has_einsum() -> bool:
-    """Whether DeepGEMM multiplies groups with scales as they are kept here."""
+    """True if DeepGEMM can multiply groups with the scales kept here."""
     return is_deep_gemm_supported() and compute_fp8_einsum_recipe()[0] == _EINSUM

@@ -1,4 +1,4 @@
-"""vLLM's metadata of a step, less what only FlashMLA and DeepGEMM read."""
+"""vLLM's metadata of a step, without the parts that only FlashMLA and DeepGEMM read."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 from anymla.engines.vllm.prefill import StepPlans, decodes_rows, has_workspaces
 from anymla.ops.step_indices import compressed_rows
 
-# Where a class is mixed in before one of vLLM's, which has the rest of what it uses.
+# Base of mixins: the class of vLLM after the mixin has the attributes that it uses.
 ANY: Any = object
 
 
 class Uneven(ANY):
-    """Mixed in before a builder of vLLM's: graphs replay steps whose requests differ in drafts.
+    """Mixin before a builder of vLLM: graphs may replay steps whose requests differ in drafts.
 
-    All that layers read is by token, or found from the request of each on the device.
+    All inputs of the layers are per token, or are found on the device from each token's request.
     """
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
-        """The most tokens of a request in such a step, and its drafts."""
+        """Return the most tokens of a request in such a step: one and its drafts."""
         return 1 + int(vllm_config.num_speculative_tokens)
 
 
 class IndexMetadata(ANY):
-    """Mixed in before the builder of entries: of index keys, for which vLLM's asks for DeepGEMM."""
+    """Mixin before the builder of entries, for index keys; vLLM's own builder requires DeepGEMM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Like vLLM's own buffers: captured graphs read it where it lies.
+        # A fixed buffer, because captured graphs keep its address.
         self.visible_buffer = torch.zeros_like(self.req_id_per_token_buffer)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """As vLLM's, and more.
+        """Build vLLM's metadata with two more fields.
 
-        ``visible`` (int32 [T]): entries that each token chooses from. ``selections``: tokens that
-        choose in one call, and how many entries their longest request has.
+        ``visible`` (int32 [T]): number of entries that each token selects from. ``selections``:
+        slices of tokens that select in one call, each with the entries of its longest request.
         """
         cm = common_attn_metadata
         built = super().build(common_prefix_len, cm, fast_build)
@@ -63,18 +63,18 @@ class IndexBuilder(IndexMetadata, Uneven, DeepseekV4SparseMLAMetadataBuilder):
 
 
 def _visible(positions: Tensor, slots: Tensor, ratio: int) -> Tensor:
-    """Entries closed up to each token's position; none for padding, whose position is stale."""
+    """Return the entries complete at each token's position; 0 for padding."""
     return torch.where(slots >= 0, (positions + 1) // ratio, 0)
 
 
 def _selections(builder: Any, cm: Any, built: Any) -> list[tuple[slice, int]]:
-    """See ``IndexBuilder.build``. Decodes and prefills choose in calls of their own.
+    """Return ``selections`` of ``IndexMetadata.build``, decodes and prefills in separate calls.
 
-    The work of a call follows its longest request: seven decodes after 32,800 tokens had the choice
-    for 8,185 tokens of a new prompt take 509 us instead of 243 on an H200.
+    The work of a call grows with its longest request. In one call with seven decodes after 32,800
+    tokens, the selection for 8,185 tokens of a new prompt took 509 us instead of 243 on an H200.
     """
     decodes, prefills, before, prefilled = split_requests(builder, cm)
-    if not decodes or not prefills:  # captured graphs serve longer requests as well
+    if not decodes or not prefills:  # captured graphs also serve longer requests
         return [(slice(0, built.num_actual_tokens), built.max_seq_len // builder.compress_ratio)]
     lengths = cm.seq_lens_cpu_upper_bound
     spans = (
@@ -85,7 +85,7 @@ def _selections(builder: Any, cm: Any, built: Any) -> list[tuple[slice, int]]:
 
 
 def split_requests(builder: Any, cm: Any) -> tuple[int, int, int, int]:
-    """Requests and tokens of a step: decodes, prefills; their tokens likewise."""
+    """Return a step's numbers of decode and prefill requests, then of decode and prefill tokens."""
     counts: tuple[int, int, int, int] = utils.split_decodes_and_prefills(
         cm, decode_threshold=builder.reorder_batch_threshold or 1
     )
@@ -96,9 +96,9 @@ class CompressedBuilder(Uneven, DeepseekV4SparseMLAMetadataBuilder):
     """Metadata of the main compressed cache."""
 
     def _build_c128a_metadata(self, cm: Any, req_id_per_token: Tensor) -> dict[str, Tensor]:
-        """Slots of all entries that each token sees, in the buffers that captured graphs read.
+        """Return slots of all entries that each token sees, in buffers that captured graphs read.
 
-        Tokens of prefills have none where they attend to a workspace.
+        Prefill tokens that attend to a workspace have none.
         """
         tokens, width = _by_slots(self, cm), max(1, cm.max_seq_len // self.compress_ratio)
         slots, _, lengths = compressed_rows(
@@ -116,7 +116,7 @@ class CompressedBuilder(Uneven, DeepseekV4SparseMLAMetadataBuilder):
 
 
 def _by_slots(builder: Any, cm: Any) -> int:
-    """How many of the step's tokens attend by slots: those before the prefills, or all."""
+    """Return the step's tokens that attend by slots: those before the prefills, or all."""
     tokens: int = cm.num_actual_tokens
     if not has_workspaces(cm.positions.device):
         return tokens
@@ -131,18 +131,18 @@ class WindowBuilder(Uneven, sparse_swa.DeepseekSparseSWAMetadataBuilder):
     """Window metadata; ``build`` is vLLM's own."""
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, StepPlans]:
-        """Hold anymla's plans where vLLM holds FlashMLA's: of a step, or of one step of a draft.
+        """Put anymla's plans where vLLM holds FlashMLA's: for a step, or for one step of a draft.
 
         A step's layers all use those of the first group (``plans_of_step``).
 
-        They are one object, whatever the type of a layer. In vLLM 0.32.0 ``build`` reads five
-        types, but the CPU builder returns three and its model stops with KeyError 'c1a'.
+        All layer types share one object. In vLLM 0.32.0 ``build`` reads five types, but the CPU
+        builder returns three and its model stops with KeyError 'c1a'.
         """
         return dict.fromkeys(("swaonly", "c4a", "c128a", "c1a", "c2a"), StepPlans())
 
 
 def backend_of(name: str, base: Any, builder: type, **more: Any) -> type:
-    """A backend of vLLM's with that name in its logs, that builder, and no demand on the device."""
+    """Create a backend class of vLLM with that name in its logs, that builder, on any device."""
     methods: dict[str, Any] = {
         "__module__": __name__,
         "get_name": staticmethod(lambda: name),

@@ -1,4 +1,4 @@
-"""vLLM's DeepSeek-V4 models, built with anymla's layers; imported where a model is loaded."""
+"""vLLM's DeepSeek-V4 models with anymla's layers; imported when a model is loaded."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ _MACHINE = report.this_machine()
 _PLAN = report.plan(_MACHINE, report.mode())
 _REPLACED = frozenset(part.name for part in _PLAN if part.replaced)
 _REHEARSED = {report.ATTENTION, report.INDEXER, report.COMPRESSOR}
-_LATER = {report.LINEARS: "linears", report.EXPERTS: "experts"}  # of models that are built
+# parts that are replaced after the model is built
+_LATER = {report.LINEARS: "linears", report.EXPERTS: "experts"}
 
 
 @functools.cache
 def exchange() -> None:
-    """Put anymla's functions where vLLM looks them up by name: for every model of the process."""
+    """Replace the functions that vLLM looks up by name, for every model of the process."""
     if report.MHC in _REPLACED:
         for name, layer in hyper_connection.LAYERS.items():
             CustomOp.register_oot(layer, name=name)
@@ -62,11 +63,11 @@ def _replaced(vllm_config: Any) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _anymla_layers(vllm_config: Any) -> Iterator[None]:
-    """While a model is built, its layers are anymla's in the parts that are replaced.
+    """Use anymla's classes for the replaced parts while a model is built.
 
-    vLLM's attention would also register its Triton kernels to be compiled at start-up. They never
-    run here, and some cannot be compiled: nothing is registered while attention is replaced. What
-    stays vLLM's is then compiled at its first use.
+    vLLM's attention would also register its Triton kernels for compilation at start-up. They never
+    run here, and some cannot be compiled, so nothing is registered while attention is replaced.
+    Kernels of parts that stay vLLM's are then compiled at their first use.
     """
     platform, kernels = PLATFORMS[_MACHINE.platform], vllm_config.kernel_config
     model: Any = importlib.import_module(platform.module)
@@ -87,7 +88,7 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
 
 
 def _attention_of(theirs: Any, parts: frozenset[str]) -> Any:
-    """What stands where a platform's model has its attention class, or a function returning it."""
+    """Replace the attention class of a platform's model, or the function that returns it."""
     if report.ATTENTION in parts:
         ours = with_parts(AnymlaAttention, parts)
         return ours if isinstance(theirs, type) else lambda _: ours
@@ -110,7 +111,7 @@ class _WithAnymlaLayers(nn.Module):
 
 
 class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
-    """The backbone, audited if that is asked for."""
+    """The backbone, audited on request."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

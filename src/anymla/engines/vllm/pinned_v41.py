@@ -1,4 +1,4 @@
-"""Everything in vLLM's DeepSeek-V4.1 that the plugin relies on, beside ``pinned``."""
+"""The parts of vLLM's DeepSeek-V4.1 that the plugin relies on, in addition to ``pinned``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BUILDER = (
     seam(f"{_BACKEND}:AttentionBackend.get_supported_kernel_block_sizes", "kv_cache_spec"),
     seam(f"{_BACKEND}:MultipleOf"),
 )
-# By the part of ``report.V41_PARTS`` that relies on it; "" for all of them.
+# Seams by the part of ``report.V41_PARTS`` that relies on them; "" for all of them.
 _SEAMS: dict[str, tuple[Seam, ...]] = {
     "": (
         seam("vllm.model_executor.models.registry:_ModelRegistry.register_model"),
@@ -193,7 +193,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
             "offsets multipliers",
         ),
         seam(f"{_ENGRAM}:_engram_head_shard_weight_loader", "param loaded_weight"),
-        # Anymla's table stands in its place.
+        # Anymla's table replaces it.
         seam(f"{_ENGRAM}:ParallelEngramEmbedding.lookup", "indices out background"),
         seam(
             f"{_ENGRAM}:ParallelEngramEmbedding",
@@ -211,7 +211,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
 
 
 def v41_seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
-    """What replacing these parts of DeepSeek-V4.1 relies on on a platform; of others nothing."""
+    """Return the seams that replacing these parts of DeepSeek-V4.1 needs on a platform."""
     found = list(_SEAMS[""])
     for part in parts:
         found += _SEAMS.get(part, ())

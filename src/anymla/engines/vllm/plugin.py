@@ -13,10 +13,10 @@ _SHARED_MODEL = "anymla.engines.vllm.v41_model"
 
 
 def register() -> None:
-    """Name anymla's models in place of vLLM's; nothing is imported or initialised yet.
+    """Register anymla's models in place of vLLM's, without imports or initialisation.
 
-    May be called again, in any process. A vLLM that is not admitted, or lacks something that the
-    plugin relies on, is left alone.
+    May be called again, in any process. Nothing is replaced in a vLLM that is not admitted, or that
+    lacks a seam of the plugin.
     """
     chosen = report.mode()
     if chosen == "off":
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def _register_shared(machine: report.Machine, chosen: str) -> None:
-    """The same of DeepSeek-V4.1, which may be left alone by itself."""
+    """Register DeepSeek-V4.1's model, for which seams may be missing independently."""
     parts = report.v41_plan(machine, chosen)
     if not any(part.replaced for part in parts):
         for line in report.lines(machine, parts, report.V41):
@@ -59,6 +59,6 @@ def _register_shared(machine: report.Machine, chosen: str) -> None:
 
 
 def _say(level: int, line: str) -> None:
-    """To vLLM's log, once: not in every worker as well."""
+    """Write to vLLM's log, but not in every worker."""
     if multiprocessing.parent_process() is None:
         logging.getLogger("vllm.plugins.anymla").log(level, line)

@@ -1,8 +1,8 @@
-"""Prefill requests attend to a workspace in which the rows that they can see lie decoded.
+"""Workspaces of decoded rows, to which prefill requests attend.
 
-vLLM says which prefills of a step share a workspace, so that none is larger than what its memory
-profile has seen (``get_prefill_chunk_plan``). Each request has as many rows as the longest of the
-chunk: those of its compressed entries, then the window's rows of all its tokens of the step.
+vLLM says which prefills of a step share a workspace, so that none exceeds the memory seen by its
+profile run (``get_prefill_chunk_plan``). Each request has as many rows as the longest of the chunk:
+rows of its compressed entries, then the window rows of all its tokens in the step.
 
     request 0 | entries .. | window .. | request 1 | entries .. | window .. |
               |<---- N --->|           |
@@ -31,15 +31,15 @@ class Chunk:
     """Consecutive prefill requests of a step that share a workspace.
 
     Attributes:
-        requests: of the step.
-        tokens: of the step.
-        entries: rows of a request before those of its window, N.
-        rows: of a request, M.
+        requests: range of the step's requests.
+        tokens: range of the step's tokens.
+        entries: N, number of a request's entry rows, which precede its window rows.
+        rows: M, number of rows of a request.
         seq_lens: int32 [R], lengths of the requests including the step's tokens.
-        entry_lens: int32 [R], their compressed entries, if the layer has such.
-        gather_lens: int32 [R], their rows of the window.
-        window: the most rows of a token's window.
-        ranges: int32 [T, 4], as ``prefill_attention`` takes them.
+        entry_lens: int32 [R], number of compressed entries, if the layer has any.
+        gather_lens: int32 [R], number of window rows.
+        window: largest number of rows of a token's window.
+        ranges: int32 [T, 4] row ranges in the form of ``prefill_attention``.
     """
 
     requests: slice
@@ -54,32 +54,33 @@ class Chunk:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Requests and rows of each."""
+        """Number of requests, and rows of each."""
         return self.requests.stop - self.requests.start, self.rows
 
 
 class StepPlans(Plans):
-    """What the layers of a step share: plans of attention by slots, and chunks of its prefills."""
+    """Plans of attention by slots, and chunks of prefills, shared by the layers of a step."""
 
     def __init__(self) -> None:
-        """None so far."""
+        """Start without plans and chunks."""
         super().__init__()
         self._chunks: dict[Any, list[Chunk]] = {}
 
     def of_pass(self) -> StepPlans:
-        """Of another pass over the same metadata: nothing is planned yet."""
+        """Return empty plans for another pass over the same metadata."""
         return StepPlans()
 
     def chunks(
         self, window: Any, positions: Tensor, ratio: int, requests_a_chunk: int
     ) -> list[Chunk]:
-        """Chunks of a layer; none where the step's prefills had better attend by slots.
+        """Return the chunks of a layer; none if the step's prefills are faster by slots.
 
         Args:
             window: vLLM's metadata of the window cache.
-            positions: int64 [T] of the step's tokens.
-            ratio: tokens of a compressed entry; 1 for layers without entries.
-            requests_a_chunk: of the longest requests, for which there is memory.
+            positions: int64 [T], positions of the step's tokens.
+            ratio: tokens per compressed entry; 1 for layers without entries.
+            requests_a_chunk: number of requests of the greatest length that memory allows in a
+                chunk.
         """
         if ratio not in self._chunks:
             self._chunks[ratio] = _chunks(window, positions, ratio, requests_a_chunk)
@@ -87,34 +88,34 @@ class StepPlans(Plans):
 
 
 def plans_of_step(attn_metadata: dict[str, Any], window: Any) -> StepPlans:
-    """What all layers of a forward pass share: the plans of the first that asks.
+    """Return the shared plans of a forward pass; the first caller creates them.
 
-    A draft model's passes may share their metadata, whose lengths change in place: each has
+    A draft model's passes may share their metadata, whose lengths change in place, so each pass has
     plans of its own.
 
-    Layers' windows lie in several groups of pages. Their metadata differ in which pages those are,
-    and nothing that is planned depends on that.
+    Layers' windows are in several groups of pages. Their metadata differ only in page numbers, on
+    which no plan depends.
 
     Args:
-        attn_metadata: of the step.
-        window: of the layer's window cache.
+        attn_metadata: metadata of the step.
+        window: metadata of the layer's window cache.
     """
     plans: StepPlans = once("plans", lambda: window.tile_sched_swaonly.of_pass(), of=attn_metadata)
     return plans
 
 
 def has_workspaces(device: torch.device) -> bool:
-    """Whether there is a kernel of prefill attention that gains by them."""
+    """True if the device has a kernel of prefill attention that gains by workspaces."""
     return bool(runs_on(device))
 
 
 def decodes_rows(tokens: int, seq_lens: Sequence[int], ratio: int) -> bool:
-    """Whether a step's prefills attend to a workspace, where there are such.
+    """True if a step's prefills attend to a workspace, provided the device has a kernel for it.
 
     Args:
-        tokens: of the prefills.
-        seq_lens: their lengths including these.
-        ratio: tokens of a compressed entry; 1 for layers without entries.
+        tokens: number of prefill tokens.
+        seq_lens: lengths of the prefill requests including these tokens.
+        ratio: tokens per compressed entry; 1 for layers without entries.
     """
     entries = sum(length // ratio for length in seq_lens) if ratio > 1 else 0
     return decoding_pays(tokens, entries)
@@ -122,10 +123,10 @@ def decodes_rows(tokens: int, seq_lens: Sequence[int], ratio: int) -> bool:
 
 @contextlib.contextmanager
 def scratch_memory(num_bytes: int) -> Iterator[None]:
-    """Operations inside take scratch memory from vLLM's workspace, which its memory profile counts.
+    """Take operations' scratch memory from vLLM's workspace, which its memory profile counts.
 
-    The same number is to be asked for in the profile run, because the workspace is locked after it.
-    A graph that is being captured has memory of its own, which stays where the graph knows it.
+    The profile run must request the same number of bytes, because the workspace is locked after it.
+    A graph under capture has memory of its own, which must not move.
     """
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if not num_bytes or captured or not is_workspace_manager_initialized():
@@ -139,7 +140,7 @@ def scratch_memory(num_bytes: int) -> Iterator[None]:
 def workspace_rows(
     max_model_len: int, max_tokens: int, window: int, ratio: int, requests_a_chunk: int
 ) -> int:
-    """Rows of the largest workspace that vLLM plans for."""
+    """Return the number of rows of the largest workspace that vLLM plans."""
     entries = -(-max_model_len // ratio) if ratio > 1 else 0
     return requests_a_chunk * (entries + window + max_tokens)
 
@@ -182,11 +183,11 @@ def _ranges(
     ratio: int,
     sizes: tuple[int, int],
 ) -> Tensor:
-    """Rows of a workspace that tokens see: the window, and entries; ``first`` is its request."""
+    """Return row ranges of the window and the entries that tokens see; ``first`` is the request."""
     entries, rows = sizes
     request = window.token_to_req_indices[tokens].long()
     base = (request - first) * rows
-    # The first token of a request that the workspace holds.
+    # Position of the first token of a request that the workspace holds.
     gathered = window.prefill_gather_lens
     held = (window.prefill_seq_lens[: len(gathered)] - gathered)[request - window.num_decodes]
     end = positions[tokens] + 1

@@ -1,4 +1,4 @@
-"""Which of vLLM's parts the plugin replaces on which machine, and why."""
+"""The decision which of vLLM's parts the plugin replaces on a machine, and the reasons."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ VARIABLE = "ANYMLA_VLLM"
 MODES = ("auto", "force", "off")
 PARTS = ("attention", "indexer", "compressor", "mhc", "experts", "linears")
 ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS, LINEARS = PARTS
-# Of DeepSeek-V4.1: n-grams, and neither experts nor linear layers.
+# Parts of DeepSeek-V4.1: n-grams in addition, but neither experts nor linear layers.
 ENGRAM = "engram"
 V41_PARTS = (ATTENTION, INDEXER, COMPRESSOR, MHC, ENGRAM)
 AUDIT = "audit"
 DRAFT_MODEL, METADATA_KERNELS = "draft model", "metadata kernels"
 V41 = "DeepSeek-V4.1"
 
-# Where a part of vLLM's own runs: the library that it needs, and the major compute capabilities
-# which that library has kernels for.
+# Requirements of vLLM's own parts: a library, and the major compute capabilities that the library
+# has kernels for.
 _LIBRARIES = {
     ATTENTION: ("FlashMLA", (9, 10)),
     INDEXER: ("DeepGEMM", (9, 10, 12)),
     MHC: ("DeepGEMM", (9, 10, 12)),
 }
-# Its compressor converts to FP8 by an instruction that begins with this compute capability.
+# First compute capability with the instruction by which vLLM's compressor converts to FP8.
 _CONVERTS_TO_FP8 = (8, 9)
 
-# What was measured within vLLM to be slower than its own in no kind of step and faster in most, by
-# part, ``Machine.name`` and vLLM's version: where that is recorded. What is slower in some steps is
-# the user's to choose.
+# Parts measured within vLLM to be slower than vLLM's own in no kind of step and faster in most, by
+# part, ``Machine.name`` and vLLM's version; the value says where. A part that is slower in some
+# steps is replaced only on request.
 _HOPPER = "H200, benchmarks/results/vllm_h200.jsonl"
 FASTER: dict[tuple[str, str, str], str] = {
     (part, "sm_90", "0.32.0"): _HOPPER for part in (ATTENTION, INDEXER, COMPRESSOR, MHC, EXPERTS)
 }
-# The same of all parts together, where single ones were not measured in every kind of step: all of
-# them are taken, or none.
+# Measurements of all parts together, where single parts were not measured in every kind of step:
+# all of them are replaced, or none.
 FASTER_TOGETHER = {("sm_90", "0.33.0"): _HOPPER}
-# On how many GPUs besides one all parts together were measured so, by vLLM's version: tensor
-# parallel, experts cut like the rest; benchmarks/results/vllm_h100.jsonl.
+# Numbers of GPUs, other than one, on which all parts together were measured, by vLLM's version:
+# tensor parallel, experts split in the same way; benchmarks/results/vllm_h100.jsonl.
 FASTER_ON = {"0.33.0": (2,)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What vLLM runs on: its name of the platform, (major, minor) of CUDA, FlashInfer there."""
+    """Machine of vLLM: platform name, CUDA capability (major, minor), FlashInfer's presence."""
 
     platform: str
     capability: tuple[int, int] | None = None
@@ -60,16 +60,16 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """As the log names it: "CPU", "XPU", "sm_80"."""
+        """Name in the log: "CPU", "XPU", "sm_80"."""
         return "sm_{}{}".format(*self.capability) if self.capability else self.platform.upper()
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of vLLM's DeepSeek-V4, whether it is replaced, and the reason either way.
+    """One part of vLLM's DeepSeek-V4, the decision to replace it, and the reason.
 
     Attributes:
-        for_speed: replaced for no other reason: vLLM's own runs, and nobody asked.
+        for_speed: True if speed is the only reason: vLLM's own part would run, and no user chose.
     """
 
     name: str
@@ -79,17 +79,17 @@ class Part:
 
     @property
     def action(self) -> str:
-        """One word: "replaced" or "kept"."""
+        """The decision in one word: "replaced" or "kept"."""
         return "replaced" if self.replaced else "kept"
 
 
 def mode() -> str:
-    """What is to be replaced: one of MODES, a list of parts, or AUDIT, which asks for none.
+    """Return the value of ANYMLA_VLLM: one of MODES, a list of parts, or AUDIT (replaces none).
 
-    "audit" beside something else is left out: see ``audited``.
+    "audit" in a list with other values is removed; see ``audited``.
 
     Raises:
-        ValueError: the environment variable holds something else.
+        ValueError: the environment variable holds another value.
     """
     chosen = os.environ.get(VARIABLE, "auto")
     names = [name.strip() for name in chosen.split(",")]
@@ -100,15 +100,15 @@ def mode() -> str:
 
 
 def audited() -> bool:
-    """Whether the model is to be audited."""
+    """True if the model is to be audited."""
     return AUDIT in (name.strip() for name in os.environ.get(VARIABLE, "").split(","))
 
 
 def asked(chosen: str) -> frozenset[str]:
-    """The parts that are listed, with commas between; none for one of MODES or AUDIT.
+    """Return the parts of a comma-separated list; none for one of MODES or AUDIT.
 
     Raises:
-        ValueError: it is neither, or names a part that anymla does not have.
+        ValueError: the value is neither, or names an unknown part.
     """
     if chosen in (*MODES, AUDIT):
         return frozenset()
@@ -121,7 +121,7 @@ def asked(chosen: str) -> frozenset[str]:
 
 
 def this_machine() -> Machine:
-    """The machine as vLLM sees it; nothing is initialised on the device."""
+    """Return the machine as vLLM sees it, without initialising the device."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
@@ -133,23 +133,23 @@ def this_machine() -> Machine:
 
 
 def refusal(version: str | None) -> str | None:
-    """Why nothing at all may be replaced in this vLLM; None if it is admitted."""
+    """Return the reason why nothing may be replaced in this vLLM; None if it is admitted."""
     if version in VERSIONS:
         return None
     return f"vLLM {version} is not among those that the plugin admits ({', '.join(VERSIONS)})"
 
 
 def refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
-    """Why nothing may be replaced in the vLLM installed here: what its source has not.
+    """Return why nothing may be replaced in the installed vLLM: seams that its source lacks.
 
-    None if everything is there that replacing these parts, and an audit that is asked for, rely on.
+    None if it has all that replacing these parts, and an audit if requested, rely on.
     """
     names = [part.name for part in parts if part.replaced] + [AUDIT] * audited()
     return _refusal(missing_seams(source_of_vllm(), machine.platform, names) if names else [])
 
 
 def v41_refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
-    """The same of DeepSeek-V4.1, which is not audited."""
+    """Return the same reason for DeepSeek-V4.1, which is not audited."""
     names = [part.name for part in parts if part.replaced]
     root = source_of_vllm()
     return _refusal(missing_shared_seams(root, machine.platform, names) if names else [])
@@ -161,10 +161,10 @@ def _refusal(missing: list[str]) -> str | None:
 
 
 def plan(machine: Machine, chosen: str) -> list[Part]:
-    """The parts of a vLLM that is admitted; ``chosen`` as ``mode`` returns it.
+    """Decide the parts of an admitted vLLM; ``chosen`` is the result of ``mode``.
 
-    A part that vLLM lacks on the machine is replaced whatever was asked for, since no model runs
-    without it; so is one that belongs together with another that is replaced.
+    A part that does not run on the machine is replaced whatever was chosen, because no model runs
+    without it. Parts that depend on a replaced part are replaced with it.
     """
     parts = {name: _decided(name, machine, chosen) for name in PARTS}
     for pair in _together(machine):
@@ -177,7 +177,7 @@ def plan(machine: Machine, chosen: str) -> list[Part]:
 
 
 def _decided(name: str, machine: Machine, chosen: str) -> Part:
-    """One part by itself."""
+    """Decide one part by itself."""
     if chosen == "off":
         return Part(name, False, f"{VARIABLE}=off")
     if machine.platform not in PLATFORMS:
@@ -202,7 +202,7 @@ def _decided(name: str, machine: Machine, chosen: str) -> Part:
 
 
 def _lacking(name: str, machine: Machine) -> str | None:
-    """Why vLLM's own part does not run on the machine, or not right; None if it does."""
+    """Return the reason why vLLM's own part fails on the machine; None if it runs correctly."""
     if name in (EXPERTS, LINEARS):
         return None
     if machine.platform == "cpu":
@@ -222,17 +222,17 @@ def _lacking(name: str, machine: Machine) -> str | None:
 
 
 def _together(machine: Machine) -> list[tuple[str, str]]:
-    """Pairs of which anymla replaces both or neither.
+    """Return pairs of parts that must be replaced together.
 
-    The compressor writes the index keys that the indexer reads. From 0.33 on vLLM stores their
-    scales on sm_100 as four equal bytes of an exponent, and as a float32 elsewhere, as anymla does.
+    The compressor writes the index keys that the indexer reads. From 0.33 on, vLLM stores their
+    scales on sm_100 as four equal exponent bytes, elsewhere, like anymla, as a float32.
     """
     major = machine.capability[0] if machine.capability else 0
     return [(INDEXER, COMPRESSOR)] if major == 10 else []
 
 
 def _companions(machine: Machine, attention: Part) -> list[Part]:
-    """What nobody asks for by itself: it goes with attention."""
+    """Return the parts that nobody selects by name, because they go with attention."""
     if machine.platform not in PLATFORMS:
         return []
     drafts = PLATFORMS[machine.platform].drafts
@@ -244,11 +244,12 @@ def _companions(machine: Machine, attention: Part) -> list[Part]:
 
 
 def within(parts: list[Part], vllm_config: Any) -> list[Part]:
-    """The parts as one of vLLM's configurations gets them.
+    """Restrict the parts to those that suit one of vLLM's configurations.
 
-    Nothing is replaced beside a vision tower, see ``has_vision_tower``. What is replaced for speed
-    alone stays vLLM's where that was not measured with a whole model: with drafts, and on several
-    GPUs but for ``FASTER_ON``. Hyper-connections are the same everywhere, a token at a time.
+    Nothing is replaced beside a vision tower, see ``has_vision_tower``. A part that is replaced for
+    speed alone stays vLLM's in setups without a measurement of a whole model: with drafts, and on
+    several GPUs other than ``FASTER_ON``. Hyper-connections are the same everywhere, a token at a
+    time.
     """
     if has_vision_tower(vllm_config):
         kept = "a vision tower: tokens of an image see each other, anymla's windows are causal"
@@ -275,18 +276,18 @@ def within(parts: list[Part], vllm_config: Any) -> list[Part]:
 
 
 def has_vision_tower(vllm_config: Any) -> bool:
-    """True for a DeepSeek-V4 that reads images, whose windows are not causal inside of them.
+    """True for a DeepSeek-V4 that reads images, whose windows are not causal inside an image.
 
-    Its router has a second bias for their tokens as well. DeepSeek-V4.1's windows are causal.
+    Its router has a second bias for image tokens as well. DeepSeek-V4.1's windows are causal.
     """
     return bool(getattr(vllm_config.model_config.hf_config, "vision_n_layers", 0))
 
 
 def v41_plan(machine: Machine, chosen: str) -> list[Part]:
-    """The parts of DeepSeek-V4.1, as ``plan`` has those of DeepSeek-V4.
+    """Decide the parts of DeepSeek-V4.1, as ``plan`` does for DeepSeek-V4.
 
-    vLLM has a model of it for CUDA and one for ROCm. On other devices the former is built, and
-    every part of it replaced. Nothing is replaced for speed: nothing was measured.
+    vLLM has a model for CUDA and one for ROCm. On other devices the CUDA model is built, and every
+    part of it replaced. No part is replaced for speed, because none was measured.
     """
     parts = [_shared(name, machine, chosen) for name in V41_PARTS]
     if machine.platform == "cpu" and parts[0].replaced:
@@ -295,7 +296,7 @@ def v41_plan(machine: Machine, chosen: str) -> list[Part]:
 
 
 def _shared(name: str, machine: Machine, chosen: str) -> Part:
-    """One part of DeepSeek-V4.1 by itself."""
+    """Decide one part of DeepSeek-V4.1 by itself."""
     if chosen == "off":
         return Part(name, False, f"{VARIABLE}=off")
     if machine.platform not in PLATFORMS:
@@ -305,7 +306,7 @@ def _shared(name: str, machine: Machine, chosen: str) -> Part:
         return Part(name, False, f"the plugin has no adapter for vLLM's rows on {machine.name}")
     if machine.platform != "cuda":
         return Part(name, True, "vLLM has its own for CUDA and ROCm")
-    # Both convert FP8, by Triton.
+    # Both convert FP8 in Triton.
     if lacking := _lacking(COMPRESSOR if name == ENGRAM else name, machine):
         return Part(name, True, lacking)
     if chosen == "force":
@@ -318,19 +319,19 @@ def _shared(name: str, machine: Machine, chosen: str) -> Part:
 
 
 def lines(machine: Machine, parts: list[Part], model: str = "") -> list[str]:
-    """For the log, one line a part: whether it is replaced on this machine, and why.
+    """Return one line a part for the log: replaced or kept on this machine, and why.
 
     Args:
-        machine: this one.
-        parts: of a model.
-        model: its name, if it is not DeepSeek-V4.
+        machine: machine that vLLM runs on.
+        parts: parts of a model.
+        model: name of the model, if it is not DeepSeek-V4.
     """
     where = f"anymla on {machine.name}: {model} ".rstrip() + " "
     return [f"{where}{part.name} {part.action} ({part.why})" for part in parts]
 
 
 def plugin_view() -> list[dict[str, str]]:
-    """What ``vllm serve`` would replace here, without starting a server.
+    """List the parts that ``vllm serve`` would replace here, without starting a server.
 
     vLLM is imported only if it is installed in a version that is admitted.
 
@@ -339,7 +340,7 @@ def plugin_view() -> list[dict[str, str]]:
         version or "not installed") and "why".
 
     Raises:
-        ValueError: as ``mode``.
+        ValueError: see ``mode``.
     """
     chosen, version = mode(), installed_version()
     if version is None:

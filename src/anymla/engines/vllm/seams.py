@@ -1,4 +1,4 @@
-"""Whether vLLM's source has what the plugin relies on, read without importing it."""
+"""The check, without an import, that vLLM's source has all seams that the plugin relies on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anymla.engines.vllm.pinned_v41 import v41_seams_of
 
 
 def source_of_vllm() -> Path:
-    """The folder of the package ``vllm`` installed here, which is not imported."""
+    """Return the folder of the installed package ``vllm``, which is not imported."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -21,18 +21,18 @@ def source_of_vllm() -> Path:
 
 
 def missing_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
-    """What is not there, or not as the plugin calls it; one line each.
+    """List the seams that are missing or have other parameters, one line each.
 
     Args:
         root: folder of the package ``vllm``.
-        platform: vLLM's name of it.
-        parts: of ``report.PARTS``, those that are to be replaced.
+        platform: name of the platform in vLLM.
+        parts: names in ``report.PARTS`` that are to be replaced.
     """
     return [line for seam in seams_of(platform, parts) if (line := _missing(root, seam))]
 
 
 def missing_shared_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
-    """The same of DeepSeek-V4.1; ``parts`` of ``report.V41_PARTS``."""
+    """List the same for DeepSeek-V4.1; ``parts`` are names in ``report.V41_PARTS``."""
     every = v41_seams_of(platform, parts)
     return [line for seam in every if (line := _missing(root, seam))]
 
@@ -61,7 +61,7 @@ def _missing(root: Path, seam: Seam) -> str | None:
 
 @functools.cache
 def _names(root: Path, module: str) -> dict[str, ast.AST] | None:
-    """What a module defines or imports, by name; None if it is not there."""
+    """Return the names that a module defines or imports; None if there is no such module."""
     path = root.joinpath(*module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not file.exists():
@@ -70,7 +70,7 @@ def _names(root: Path, module: str) -> dict[str, ast.AST] | None:
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """Names that statements bind, those inside of conditions included."""
+    """Yield names that statements bind, including statements inside conditions."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.name, node
@@ -86,7 +86,7 @@ def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
 
 @functools.cache
 def _members(node: ast.AST) -> dict[str, ast.AST]:
-    """Of a class: what its body binds, and what its methods assign to ``self`` or register."""
+    """Return names that a class's body binds, or its methods assign or register on ``self``."""
     if not isinstance(node, ast.ClassDef):
         return {}
     found = dict(_bound(node.body))
@@ -109,7 +109,7 @@ def _members(node: ast.AST) -> dict[str, ast.AST]:
 
 
 def _parameters(node: ast.AST) -> tuple[str, ...]:
-    """Names, without the object's or the class's own."""
+    """Return the parameters' names, without ``self`` and ``cls``."""
     if not isinstance(node, ast.FunctionDef):
         return ()
     every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

@@ -1,4 +1,4 @@
-"""What the layers of a step share, made by the first of them."""
+"""Values that the layers of a step share, computed by the first of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from vllm.forward_context import get_forward_context
 
 
 def once(name: Hashable, make: Callable[[], Any], *, of: Any = None) -> Any:
-    """What the first layer of a forward pass has made under that name.
+    """Return the value that the first layer of a forward pass has made under that name.
 
     Args:
-        name: of it.
-        make: called by the first.
-        of: an object that it is made of; it is made again of another.
+        name: key of the value.
+        make: function that creates it, called by the first layer.
+        of: object that the value is made from; another object makes a new value.
     """
     held: dict[Hashable, Any] = get_forward_context().additional_kwargs.setdefault("anymla", {})
     found = held.get(name)

@@ -1,7 +1,7 @@
 """vLLM's DeepSeek-V4.1 attention layer with anymla's operations inside.
 
-Layers share entries and selections there: an entry's cache is another layer's, and so may be the
-selection in the common buffer. Both are vLLM's to say.
+Layers share entries and selections in V4.1: an entry's cache may be another layer's, and so may the
+selection in the common buffer. vLLM decides both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anymla.ops.norm_rope import rope
 
 
 class AnymlaV41Attention(AttentionAdapter, DeepseekV4Attention):
-    """One class for every device whose caches hold rows of 584 bytes."""
+    """V4.1's attention layer for every device whose caches have rows of 584 bytes."""
 
     backend_cls = SPARSE_BACKEND
     swa_backend_cls = WINDOW_BACKEND
@@ -76,7 +76,7 @@ class AnymlaV41Attention(AttentionAdapter, DeepseekV4Attention):
         )
 
     def forward_kv(self, positions: Tensor, hidden_states: Tensor) -> None:
-        """Write what ``forward`` writes, without attending."""
+        """Write the caches as ``forward`` does, without attending."""
         attn_metadata = get_forward_context().attn_metadata
         projected, scores, _ = self._run_parallel_input_projections(hidden_states)
         _, _, kv = self._split_qkv_and_norm(projected)

@@ -16,16 +16,16 @@ from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops.compressor import compress_norm, save_partial_states
 from anymla.ops.norm_rope import rms_norm
 
-_ALIGNMENT = 576  # bytes, of pages beside rows of 584
+_ALIGNMENT = 576  # bytes, alignment of pages with rows of 584 bytes
 
 
 class AnymlaStateCache(CompressorStateCache):
-    """States addressed by position, as those of DeepSeek-V4, where vLLM's V4.1 has a ring.
+    """States addressed by position, as in DeepSeek-V4, where vLLM's V4.1 has a ring buffer.
 
-    A step may then have any number of tokens: none of their states takes another's place.
+    A step may then have any number of tokens, because no state overwrites another's slot.
 
     Attributes:
-        sliding_window: tokens an entry is pooled from.
+        sliding_window: number of tokens that an entry is pooled from.
     """
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
@@ -44,16 +44,16 @@ class AnymlaStateCache(CompressorStateCache):
 
 
 class AnymlaV41Compressor(DeepseekCompressor):
-    """Entries, and the latent that index keys are projected from.
+    """Compressor that writes entries and returns the latent for the index keys.
 
     Attributes:
-        ape: float32 [ratio, D], the bias that V4.1 does not have.
+        ape: float32 [ratio, D] of zeros, because V4.1 has no position bias.
     """
 
     backend: str | None = None
 
     def adopt(self) -> None:
-        """Called on what vLLM has built, once its class is this one."""
+        """Finish vLLM's object after its class has been replaced by this one."""
         if self.state_cache is None:
             return
         self.state_cache.__class__ = AnymlaStateCache
@@ -62,7 +62,7 @@ class AnymlaV41Compressor(DeepseekCompressor):
         self.register_buffer("ape", ape, persistent=False)
 
     def forward(self, kv_score: Tensor, positions: Tensor) -> Tensor | None:
-        """The latent [T, D]; zero for tokens that close no entry."""
+        """Return the latent [T, D]; zero for tokens that complete no entry."""
         attn_metadata = get_forward_context().attn_metadata
         if not isinstance(attn_metadata, dict):
             return None
@@ -100,7 +100,7 @@ class AnymlaV41Compressor(DeepseekCompressor):
         return pooled.to(dtype)
 
     def insert_cache(self, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:
-        """Write the entries."""
+        """Write the entries to the cache."""
         if latent is None:
             return
         v41_rows.insert(

@@ -28,14 +28,14 @@ from anymla.ops.engram import engram_gate
 from anymla.ops.step_indices import slot_mapping as slots_of
 from anymla.ops.step_indices import token_to_request
 
-_BLOCK = 32  # channels of a table's scale
+_BLOCK = 32  # channels per scale of a table
 
 
 class AnymlaNgrams(NgramHashState):
-    """Which rows of the tables a token's n-grams are hashed to.
+    """Hash of a token's n-grams to rows of the tables.
 
-    The tokens before a step's are those that vLLM passes along, or what an earlier step has kept
-    by slot of the first layer's window, where its runner has no history on the device.
+    The tokens before a step come from vLLM. If its runner has no history on the device, they come
+    from earlier steps, stored by slot of the first layer's window.
     """
 
     def forward(
@@ -49,14 +49,14 @@ class AnymlaNgrams(NgramHashState):
         slot_mapping: Tensor | None,
         block_table: Tensor | None,
     ) -> Tensor:
-        """Rows int32 [T, layers, columns]."""
+        """Return the row numbers int32 [T, layers, columns]."""
         tokens = torch.where(dead_mask, -1, input_ids.long())
         kept = self._cache if self.use_slot_cache else None
         if kept is not None:
             assert slot_mapping is not None
             slots = slot_mapping[: len(tokens)]
             own, at = tokens[: len(slots)].to(kept.dtype), slots.clamp(min=0)
-            kept[at] = torch.where(slots >= 0, own, kept[at])  # slot 0 is nobody's
+            kept[at] = torch.where(slots >= 0, own, kept[at])  # slot 0 belongs to no request
         known = torch.where(lookback_dead_mask, -1, lookback_token_ids.long())
         missing = ~lookback_dead_mask & (lookback_token_ids < 0)
         request = token_to_request(query_start_loc, len(tokens)).clamp(min=0)
@@ -81,7 +81,7 @@ class AnymlaNgrams(NgramHashState):
 
     @functools.cached_property
     def _hashes(self) -> list[NgramHash]:
-        """Of each layer."""
+        """Return the hash of each layer."""
         token_map = self.token_map.long()
         return [
             NgramHash(token_map, self.pad_id, multipliers, moduli, offsets.view_as(moduli))
@@ -95,11 +95,11 @@ class AnymlaEngramTable(nn.Module):
     """This rank's heads of a table: FP8 rows and scales, or plain rows.
 
     Attributes:
-        cpu_offload: the table lies in pinned host memory.
-        dp_size: replicas that share it, always one.
-        tp_size: ranks that have a part each.
-        n_hash_cols: heads of all ranks.
-        part_n_hash_cols: heads of this rank.
+        cpu_offload: True if the table is in pinned host memory.
+        dp_size: number of replicas that share it, always one.
+        tp_size: number of ranks that have a part each.
+        n_hash_cols: number of heads of all ranks.
+        part_n_hash_cols: number of heads of this rank.
     """
 
     dp_size = 1
@@ -135,7 +135,7 @@ class AnymlaEngramTable(nn.Module):
         return parameter
 
     def lookup(self, indices: Tensor, out: Tensor, background: bool = False) -> None:
-        """Write this rank's rows [T, heads, D] of all heads' numbers [T, all heads]."""
+        """Write this rank's rows [T, heads, D], given the row numbers [T, all heads]."""
         local = indices[:, self.head_start : self.head_start + self.part_n_hash_cols].long()
         values = [self.weight.data]
         if self.weight_scale_inv is not None:
@@ -146,7 +146,7 @@ class AnymlaEngramTable(nn.Module):
         heads = local.shape[1]
         rows = decoded(table.rows(local - self.first_row), out.dtype)
         out[:, :heads] = rows.unflatten(1, (heads, self.dim))
-        out[:, heads:] = 0  # the last rank's, where heads do not divide evenly
+        out[:, heads:] = 0  # columns of the last rank, if the heads do not divide evenly
 
 
 class AnymlaEngram(Engram):
@@ -170,13 +170,13 @@ class AnymlaEngram(Engram):
 
     def _init_staging(self, max_tokens: int, head_dim: int) -> None:
         super()._init_staging(max_tokens, head_dim)
-        if not current_platform.is_cuda():  # a lookup beside other work is CUDA's
+        if not current_platform.is_cuda():  # only CUDA looks rows up in parallel with other work
             self._prefetch_stream = self._prefetch_done = None
 
     def forward(
         self, hidden_states: Tensor, hash_ids: Tensor, token_mask: Tensor | None = None
     ) -> Tensor:
-        """Streams [T, N, hidden]; tokens that the mask leaves out stay as they are."""
+        """Add to streams [T, N, hidden]; tokens that the mask excludes stay unchanged."""
         projected = self.wkv(self.embed(hash_ids).flatten(-2))
         weight = self.q_weight.float() * self.k_weight.float()
         added = engram_gate(hidden_states, projected, weight, eps=self.eps)

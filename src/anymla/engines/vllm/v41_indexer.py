@@ -17,14 +17,14 @@ from anymla.ops.norm_rope import rms_norm
 
 
 class AnymlaV41IndexerCache(DeepseekV4IndexerCache):
-    """Index keys, addressed by metadata of anymla's builder."""
+    """Cache of index keys, addressed by metadata of anymla's builder."""
 
     def get_attn_backend(self) -> type:
         return INDEXER_BACKEND
 
 
 class AnymlaV41Scores(AnymlaSparseAttnIndexer):
-    """Scores and selection, in two levels where blocks of entries are kept or selected within."""
+    """Scores and selection, in two levels if blocks of entries are kept or selected within."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,7 +58,7 @@ class AnymlaV41Scores(AnymlaSparseAttnIndexer):
 
 
 class AnymlaV41Indexer(IndexerAdapter, DeepseekV4Indexer):
-    """Index queries, and keys projected from the entries."""
+    """Index queries, and keys that are projected from the entries."""
 
     attn_cls = AnymlaV41Scores
 
@@ -105,9 +105,10 @@ class AnymlaV41Indexer(IndexerAdapter, DeepseekV4Indexer):
         qr_scale: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Write index keys. Queries, scales, weights; none where every entry fits the selection.
+        """Write index keys; return queries, scales and weights, None if every entry is selected.
 
-        What vLLM 0.33 says besides is the same again, unless contexts are split between ranks.
+        vLLM 0.33 passes further arguments that repeat these, unless contexts are split between
+        ranks.
         """
         if self.owns_k:
             self._produce_k(latent, positions, rotary_emb)
@@ -115,7 +116,7 @@ class AnymlaV41Indexer(IndexerAdapter, DeepseekV4Indexer):
         if isinstance(attn_metadata, dict):
             step = attn_metadata[self.k_cache.prefix]
             if self._fits(step, positions):
-                # Layers that share keys share metadata; others overwrite the common buffer.
+                # Layers that share keys share metadata; other layers overwrite the common buffer.
                 self._choose_all(step, step)
                 return None, None, None
         return self.forward_q(qr, qr_scale, indexer_weights, positions, rotary_emb)

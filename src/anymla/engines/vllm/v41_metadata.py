@@ -1,4 +1,4 @@
-"""vLLM's metadata of a V4.1 step, less what only FlashMLA and DeepGEMM read."""
+"""vLLM's metadata of a V4.1 step, without the parts that only FlashMLA and DeepGEMM read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class V41IndexBuilder(IndexMetadata, DeepseekV4SparseMLAMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """As V4's, and ``query_lens``: tokens of each request, of which ``num_decodes`` decode."""
+        """Build V4's metadata, and ``query_lens``, tokens of each request, decodes first."""
         cm = common_attn_metadata
         built = super().build(common_prefix_len, cm, fast_build)
         built.num_decodes = split_requests(self, cm)[0]
@@ -29,7 +29,7 @@ class V41IndexBuilder(IndexMetadata, DeepseekV4SparseMLAMetadataBuilder):
 
 
 def _any_page(kv_cache_spec: Any = None) -> list[Any]:
-    """Pages of any size that holds whole entries: a CPU's are of 16 tokens."""
+    """Return the supported page sizes, multiples of 16 tokens, which is a CPU's page size."""
     return [MultipleOf(16)]
 
 

@@ -1,6 +1,6 @@
-"""vLLM's DeepSeek-V4.1 model, built with anymla's layers; imported where a model is loaded.
+"""vLLM's DeepSeek-V4.1 model with anymla's layers; imported when a model is loaded.
 
-It is the text model: what a checkpoint has for images is not read.
+Only the text model is built; a checkpoint's weights for images are not read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if report.METADATA_KERNELS in _REPLACED:
 
 
 class _WithSharedParts:
-    """Mixed in before an attention class, vLLM's or anymla's.
+    """Mixin before an attention class of vLLM or anymla, which replaces the layer's parts.
 
     Attributes:
-        parts: those of ``report.V41_PARTS`` that are replaced.
+        parts: names in ``report.V41_PARTS`` that are replaced.
     """
 
     parts: frozenset[str]
@@ -57,7 +57,7 @@ class _WithSharedParts:
 
 @functools.cache
 def _with_parts(attention: type, parts: frozenset[str]) -> type:
-    """The attention class, of the same name, that builds these parts as anymla's."""
+    """Return the attention class, under its own name, that builds these parts as anymla's."""
     if not parts & {report.INDEXER, report.COMPRESSOR}:
         return attention
     return type(attention.__name__, (_WithSharedParts, attention), {"parts": parts})
@@ -65,7 +65,7 @@ def _with_parts(attention: type, parts: frozenset[str]) -> type:
 
 @contextlib.contextmanager
 def _anymla_layers(vllm_config: Any) -> Iterator[None]:
-    """While a model is built, and from then on for functions, names of vLLM's are anymla's.
+    """Use anymla's classes while a model is built; functions stay replaced afterwards.
 
     As in V4's model, vLLM's Triton kernels are not compiled at start-up while attention is
     replaced.
@@ -94,10 +94,10 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
 
 
 def _check(vllm_config: Any) -> None:
-    """What the adapters do not have.
+    """Refuse configurations that the adapters do not support.
 
     Raises:
-        NotImplementedError: it is asked for.
+        NotImplementedError: the configuration needs an unsupported feature.
     """
     parallel, engram = vllm_config.parallel_config, vllm_config.engram_config
     refused = {
@@ -116,7 +116,7 @@ def _check(vllm_config: Any) -> None:
 
 
 class AnymlaDeepseekV41(DeepseekV41LLMForCausalLM):
-    """The backbone."""
+    """The backbone of DeepSeek-V4.1."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         for line in report.lines(_MACHINE, _PLAN, report.V41):
@@ -126,23 +126,24 @@ class AnymlaDeepseekV41(DeepseekV41LLMForCausalLM):
             _LOG.warning_once("anymla: %s is not audited", report.V41, scope="global")
         if vllm_config.model_config.hf_config.vision_n_layers:
             _LOG.info_once("anymla: the text model alone, images are not read", scope="global")
-        # With fewer tokens than the model's, its last layers would run past their adapters.
+        # Bounded replay would run the last layers on fewer tokens than the step has, which bypasses
+        # their adapters.
         vllm_config.cache_config.swa_bounded_replay = False
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """As vLLM's; without a vision tower, vLLM's router has no bias for images either."""
+        """Load weights as vLLM does; drop its router's image bias without a vision tower."""
         if not self.config.vision_n_layers:
             weights = (each for each in weights if not each[0].endswith(".gate.bias_vl"))
         loaded: set[str] = super().load_weights(weights)
         return loaded
 
     def process_weights_after_loading(self) -> None:
-        """As vLLM's; the first site keeps its weight for each of the streams."""
+        """Process weights as vLLM does, but keep the first site's weight for each stream."""
         first = self.model.layers[self.model.start_layer]
         if report.MHC in _REPLACED:
-            first.hc_attn_fn_broadcast = None  # it may have been called before
+            first.hc_attn_fn_broadcast = None  # absent if this was called before
         super().process_weights_after_loading()
         if report.MHC in _REPLACED:
             first.hc_attn_fn_broadcast = first.hc_attn_fn.data

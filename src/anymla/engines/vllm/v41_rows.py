@@ -1,4 +1,4 @@
-"""Rows of V4.1's caches: rotated by their first position, coded, and written where vLLM says."""
+"""Rows of V4.1's caches: rotation by their first position, quantisation, and the write."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def insert(
     layout: str,
     backend: str | None = None,
 ) -> None:
-    """Write the rows that close.
+    """Write rows of complete windows.
 
     Args:
-        rows: [T, D], of window, entries or index keys; not rotated.
-        positions: int64 [T].
-        cache: pages of ``layout``, written.
-        metadata: of the cache; its slots are negative where a row does not close, and end before
-            the rows where a batch is padded.
-        cos_sin: float32 table of the layer.
-        ratio: tokens of a row.
+        rows: [T, D], rows of window, entries or index keys, not rotated.
+        positions: int64 [T], position of each token.
+        cache: cache pages in ``layout``, written.
+        metadata: metadata of the cache. Slots are negative for rows that are not complete, and
+            there are fewer slots than rows if a batch is padded.
+        cos_sin: float32 rotation table of the layer.
+        ratio: tokens per row.
         layout: layout id of ``cache``.
-        backend: of the operations.
+        backend: name of the operations' backend; None for the best.
     """
     slots = metadata.slot_mapping[: len(rows)]
     some, first = rows[: len(slots)].unsqueeze(1), positions[: len(slots)] + (1 - ratio)

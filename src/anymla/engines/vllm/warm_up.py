@@ -1,15 +1,15 @@
-"""Steps that are rehearsed while vLLM starts, so that no user waits for a kernel to be compiled.
+"""Steps that are run while vLLM starts, so that no request waits for a kernel to be compiled.
 
-vLLM captures decode steps of a few sizes. Around them it schedules any number of tokens, beside
-prefills of any length, and which kernel runs follows from both. A rehearsed step runs the model as
-vLLM does, with metadata that name no request: every list is empty and no slot is written, so that
-caches stay as they are.
+vLLM captures decode steps of a few sizes. Between them it schedules any number of tokens, together
+with prefills of any length, and the choice of kernels follows from both. A rehearsed step runs the
+model as vLLM does, with metadata that name no request: every list is empty and no slot is written,
+so that caches stay unchanged.
 
-Compiling takes 1 to 3 s a kernel, and there are some 140. So the same steps come first in a form
-that runs nothing and compiles on all cores; ranks share out the kernels.
+A kernel takes 1 to 3 s to compile, and there are some 140. So the same steps first run in a form
+that executes nothing and compiles on all cores; ranks divide the kernels among them.
 
-DeepGEMM compiles one kernel after the other, some ten seconds each. That is vLLM's to warm up
-(``VLLM_DEEP_GEMM_WARMUP``): where it is not to, its products are left out here as well.
+DeepGEMM compiles one kernel after the other, some ten seconds each. Its warm-up is vLLM's
+(``vLLM_DEEP_GEMM_WARMUP``): if that is off, DeepGEMM's products are left out here as well.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from anymla.engines.vllm.prefill import Chunk, StepPlans, decodes_rows
 from anymla.ops.compile_ahead import compiled_together
 
 _LOG = init_logger("vllm.plugins.anymla")
-# Contexts double from here on, as the kernels that follow from them do at most.
+# Contexts double from here on; kernels change at most that often.
 _SHORTEST = 1024
-# Decodes of every number up to here, in attention alone; a model's other kernels change at few.
+# Attention is rehearsed with every number of decodes up to here; a model's other kernels change
+# rarely.
 _EVERY_NUMBER = 512
-# DeepGEMM's products that layers of many tokens call, and which argument the result is.
+# DeepGEMM's products in layers of many tokens, and the index of the argument for the result.
 _RESULT_OF = {"_fp8_gemm_nt_impl": 2, "_fp8_einsum_impl": 3}
 
 
 def register(model: nn.Module, vllm_config: Any) -> None:
-    """Have vLLM rehearse steps where it compiles its own kernels, if it does."""
+    """Register rehearsed steps with vLLM's own compilation at start-up, if it compiles."""
     if next(model.parameters()).device.type != "cpu":
         JitWarmupRegistry.register(_Warmup(model, vllm_config))
 
 
 class _Warmup(VllmJitKernel[int]):
-    """What vLLM's registry calls when the caches are there, and before graphs are captured."""
+    """Kernel of vLLM's registry; it runs after the caches exist and before graphs are captured."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         super().__init__()
@@ -76,14 +77,14 @@ class Rehearsal:
     """Rehearsed steps of one model.
 
     Attributes:
-        layers: its attention layers.
-        most_tokens: of a step.
-        most_decodes: tokens of requests that decode.
-        contexts: lengths of requests, the longest last.
+        layers: attention layers of the model.
+        most_tokens: most tokens of a step.
+        most_decodes: most tokens of decoding requests in a step.
+        contexts: lengths of requests in tokens, the longest last.
     """
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
-        """Of a model whose attention, indexer and compressors are anymla's."""
+        """Rehearse a model whose attention, indexer and compressors are anymla's."""
         self.model, self.config = model, vllm_config
         self.layers = [each for each in model.modules() if isinstance(each, AnymlaAttention)]
         scheduler = vllm_config.scheduler_config
@@ -94,7 +95,7 @@ class Rehearsal:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Rehearse every kind of step: compile what it launches, on all cores, then run it."""
+        """Compile the kernels of every kind of step on all cores, then run every kind."""
         with self._one_layer_of_each_kind():
             if next(self.model.parameters()).device.type != "cpu":
                 start = time.perf_counter()
@@ -113,7 +114,7 @@ class Rehearsal:
         first: dict[tuple[int, bool, bool], nn.Module] = {}
         for number in range(inner.start_layer, inner.end_layer):
             layer = inner.layers[number]
-            # Streams are equal before the first; some layers choose experts by token id.
+            # The first layer's streams are equal; some layers choose experts by token id.
             by_id, begins = layer.ffn.gate.tid2eid is not None, number == inner.start_layer
             first.setdefault((layer.attn.compress_ratio, by_id, begins), layer)
         kept = inner.layers, inner.start_layer, inner.end_layer
@@ -146,12 +147,12 @@ class Rehearsal:
                     self._select(layer, tokens, _Decodes([layer], tokens, context))
 
     def _attend_by_slots(self, tokens: int, context: int) -> bool:
-        """Whether so few tokens of a prefill attend as decodes do, in layers of some ratio."""
+        """True if some layers' prefills of so few tokens attend by slots, as decodes do."""
         ratios = {layer.compress_ratio for layer in self.layers}
         return not all(decodes_rows(tokens, [context], ratio) for ratio in ratios)
 
     def _forward(self, tokens: int, step: _Step) -> None:
-        """A whole step. Whatever replaces the forward of this one model, an audit, is left out."""
+        """Run a whole step, bypassing any replacement of this model's forward, such as an audit."""
         inner, ids = self.model.model, step.positions.int()
         with self._context(tokens, step):
             type(inner).forward(inner, ids, step.positions, None, None)
@@ -180,7 +181,7 @@ class Rehearsal:
 
 
 def _ranks() -> dict[str, int]:
-    """Who launches the same kernels; each process has layers of every kind."""
+    """Return the ranks that compile the same kernels; each process has layers of every kind."""
     if not distributed.is_initialized():
         return {}
     return {"rank": distributed.get_rank(), "ranks": distributed.get_world_size()}
@@ -188,7 +189,7 @@ def _ranks() -> dict[str, int]:
 
 @contextlib.contextmanager
 def _without_deep_gemm() -> Iterator[None]:
-    """DeepGEMM's products are zero, and nothing is compiled for them."""
+    """Replace DeepGEMM's products by zeros, so that nothing is compiled for them."""
     kept = {name: getattr(deep_gemm, name) for name in _RESULT_OF}
     for name, product in kept.items():
         if product is not None:
@@ -205,7 +206,7 @@ def _zero_result(place: int, *args: Any, **_: Any) -> None:
 
 
 class _Zeros(TorchDispatchMode):
-    """Memory that torch gives is zero: kernels that do not run write no slots, ids or numbers."""
+    """Makes torch allocate zeros: kernels that do not run write no slots, ids or numbers."""
 
     _GIVE = (
         torch.ops.aten.empty,
@@ -221,15 +222,15 @@ class _Zeros(TorchDispatchMode):
 
 
 class _Step:
-    """Metadata of a step without a request; attributes are those that layers read.
+    """Metadata of a step without requests; attributes are those that layers read.
 
     Attributes:
-        metadata: by the name of a cache.
-        positions: int64 [T].
+        metadata: metadata by the name of a cache.
+        positions: int64 [T] of zeros.
     """
 
     def __init__(self, layers: list[Any], tokens: int, context: int) -> None:
-        """For caches of these layers."""
+        """Build the metadata for the caches of these layers."""
         device = layers[0].attn_sink.device
         self.metadata: dict[str, SimpleNamespace] = {}
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -237,12 +238,13 @@ class _Step:
         zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
         common = {
             "slot_mapping": none,
-            "block_table": zeros.new_zeros((1, -(-context // 64))),  # all tokens are of request 0
+            # all tokens belong to request 0
+            "block_table": zeros.new_zeros((1, -(-context // 64))),
             "req_id_per_token": zeros,
             "token_to_req_indices": zeros,
             "max_seq_len": context,
         }
-        # Of one ratio they are alike, and share their memory: a list is as long as the context.
+        # Layers of one ratio have equal metadata and share it: a list is as long as the context.
         kinds = {layer.compress_ratio: layer for layer in layers}
         windows = {
             ratio: self._window(layer, tokens, context, zeros, common)
@@ -298,7 +300,7 @@ class _Step:
 
 
 class _Decodes(_Step):
-    """Each token is of a request of its own."""
+    """A step in which each token belongs to a request of its own."""
 
     def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
         plans = StepPlans()
@@ -306,7 +308,7 @@ class _Decodes(_Step):
 
 
 class _Prefill(_Step):
-    """The tokens are of one request, which sees a workspace, or slots if that is sooner."""
+    """A step of one request, which attends to a workspace, or by slots if that is faster."""
 
     def __init__(self, layers: list[Any], tokens: int, context: int) -> None:
         self._plans = _OneChunk()
@@ -314,7 +316,7 @@ class _Prefill(_Step):
 
     def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
         ratio, width = layer.compress_ratio, layer.window_size
-        # No more than make the indexer choose among them.
+        # One entry more than the indexer keeps is enough to make it select.
         most = 0 if layer.indexer is None else layer.topk_indices_buffer.shape[1]
         entries = min(context // ratio, most + 1) if ratio > 1 else 0
         rows = zeros.new_zeros(1)
@@ -340,7 +342,7 @@ class _OneChunk(StepPlans):
     """Plans of a step whose only prefill is one chunk.
 
     Attributes:
-        by_ratio: that of a layer.
+        by_ratio: chunk by the compression ratio of a layer.
     """
 
     def __init__(self) -> None:
@@ -364,7 +366,7 @@ def _doubled(first: int, last: int) -> list[int]:
 
 
 def _sizes(most: int) -> list[int]:
-    """Numbers of tokens at which kernels may change: powers of two, one more, and halfway."""
+    """Return token counts at which kernels may change: powers of two, one more, halfway."""
     return sorted({min(n, most) for n in _candidates(most)})
 
 
