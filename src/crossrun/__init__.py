@@ -2,7 +2,9 @@
 
 Each way is a package of its own:
 
-- ``crossrun.hopper``: the text of Gluon kernels for Hopper, on a CPU.
+- ``crossrun.hopper``: the text of Gluon kernels for Hopper, on a CPU;
+- ``crossrun.intel``: what Intel's compiler makes of Triton kernels, on a CPU, by OpenCL.
 
-They know no kernel of any project, and import nothing of anymla's.
+``crossrun.targets`` compiles for a GPU that is not there. All of it works for any project's
+kernels: nothing of anymla is imported.
 """

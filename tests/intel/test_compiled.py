@@ -18,8 +18,8 @@ from anymla.ops._build import Build  # noqa: E402
 from anymla.ops.device import TARGETS  # noqa: E402
 from anymla.ops.kv_cache import quantize_and_insert_k_cache  # noqa: E402
 from anymla.ops.norm_rope import rms_norm  # noqa: E402
-from anymla.testing.opencl.runtime import OpenCLError  # noqa: E402
 from anymla.testing.tolerance import accumulation, assert_close, ulps  # noqa: E402
+from crossrun.intel.runtime import OpenCLError  # noqa: E402
 
 
 @triton.jit

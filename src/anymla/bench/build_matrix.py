@@ -49,7 +49,7 @@ from anymla.testing.launches import (
     recorded_launches,
     shared_builds,
 )
-from anymla.testing.triton_targets import backend_problem
+from crossrun.targets import backend_problem
 
 TIME_LIMIT_S = 240
 # Registers of Arc A, half as large as others', that any kernel may spill; none of Intel's others.

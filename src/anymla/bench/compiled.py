@@ -6,7 +6,7 @@ from typing import Any
 
 from anymla.ops._build import Build
 from anymla.ops.device import Target, has_gluon
-from anymla.testing.triton_targets import triton_target
+from crossrun.targets import triton_target
 
 
 def compiled(build: Build, target: Target) -> Any:

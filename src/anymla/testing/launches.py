@@ -27,7 +27,7 @@ from anymla.ops import device as device_facts
 from anymla.ops._build import Build
 from anymla.ops.device import INTERPRETED, Target, has_gluon
 from anymla.ops.registry import Operation, Support
-from anymla.testing.triton_targets import triton_target
+from crossrun.targets import triton_target
 
 META = torch.device("meta")
 Key = tuple[Any, ...]
