@@ -1,7 +1,8 @@
 """Execute Triton and Gluon kernels for hardware that is not there.
 
-Each way is a package of its own:
+Each way is a module or a package of its own:
 
+- ``crossrun.interpreter``: Triton's own interpreter, repaired, so that numbers are those of a GPU;
 - ``crossrun.hopper``: the text of Gluon kernels for Hopper, on a CPU;
 - ``crossrun.intel``: what Intel's compiler makes of Triton kernels, on a CPU, by OpenCL.
 

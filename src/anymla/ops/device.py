@@ -254,7 +254,7 @@ def _support(device_type: str) -> Support:
 def _interpreter_support() -> Support:
     """Triton's own interpreter is silently wrong, so it is repaired before a kernel runs."""
     try:
-        importlib.import_module("anymla.ops.triton_interpreter").install()
+        importlib.import_module("crossrun.interpreter").install()
     except (ImportError, AttributeError) as error:
         version = importlib.metadata.version("triton")
         reason = f"the interpreter of triton {version} is wrong and cannot be repaired ({error})"

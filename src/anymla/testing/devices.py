@@ -33,6 +33,6 @@ def prepare(device: str | None = None, *, compiled: bool = False) -> None:
     from anymla.ops.device import has_triton
 
     if os.environ["TRITON_INTERPRET"] == "1" and has_triton():
-        from anymla.ops.triton_interpreter import install
+        from crossrun.interpreter import install
 
         install()

@@ -70,7 +70,7 @@ def _interpret_triton() -> None:
     elif not has_triton():
         return
     elif os.environ.get("TRITON_INTERPRET") == "1":
-        from anymla.ops.triton_interpreter import install
+        from crossrun.interpreter import install
 
         install()
     elif torch.cuda.is_available():

@@ -5,8 +5,7 @@ wrong with them: bfloat16 products and sums work on the codes (triton-lang/trito
 bfloat16 truncate, casts to 8-bit floats round ties away and lose the mantissa's carry. After
 ``install()`` arithmetic on them is float32 arithmetic, and every cast rounds to nearest even,
 saturating for 8-bit floats, as the GPU instructions do. The proof is in
-``tests/ops/test_triton_interpreter.py``, the first thing to look at when a new Triton release
-breaks.
+``tests/crossrun/test_interpreter.py``, the first thing to look at when a new Triton release breaks.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def install() -> None:
 
 
 def _is_coded(dtype: Any) -> bool:
-    """Whether the interpreter keeps values of this type as integer codes."""
+    """True if the interpreter keeps values of this type as integer codes."""
     return dtype == tl.bfloat16 or dtype in _FLOAT8
 
 
@@ -170,7 +169,7 @@ def _patch_once() -> None:
     patched: set[frozenset[int]] = set()
 
     def modules_of(function: Any) -> frozenset[int]:
-        """Of the language, those that a function's module knows."""
+        """Identities of the language's modules that a function's own module has imported."""
         return frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
 
     def launch(function: Any) -> Any:
