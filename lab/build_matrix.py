@@ -41,7 +41,7 @@ from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.xpu_code import missing
 from anymla.child_process import same_modules, working_directory_shut_out
 from anymla.ops.device import TARGETS, Target, has_gluon
-from anymla.testing.triton_targets import backend_problem
+from crossrun.targets import backend_problem
 from lab import xpu_code
 from lab.build import Build, Judgement
 from lab.compiled import compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anymla.ops.device import Target, has_gluon
-from anymla.testing.triton_targets import triton_target
+from crossrun.targets import triton_target
 from lab.build import Build
 
 

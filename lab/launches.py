@@ -26,7 +26,7 @@ import lab.builds
 from anymla.ops import device as device_facts
 from anymla.ops.device import INTERPRETED, Target, has_gluon
 from anymla.ops.registry import Operation, Support
-from anymla.testing.triton_targets import triton_target
+from crossrun.targets import triton_target
 from lab.build import Build
 
 META = torch.device("meta")

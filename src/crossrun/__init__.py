@@ -1,8 +1,11 @@
 """Execute Triton and Gluon kernels for hardware that is not there.
 
-Each way is a package of its own:
+Each way is a module or a package of its own:
 
-- ``crossrun.hopper``: the text of Gluon kernels for Hopper, on a CPU.
+- ``crossrun.interpreter``: Triton's own interpreter, repaired, so that numbers are those of a GPU;
+- ``crossrun.hopper``: the text of Gluon kernels for Hopper, on a CPU;
+- ``crossrun.intel``: what Intel's compiler makes of Triton kernels, on a CPU, by OpenCL.
 
-They know no kernel of any project, and import nothing of anymla's.
+``crossrun.targets`` compiles for a GPU that is not there. All of it works for any project's
+kernels: nothing of anymla is imported.
 """

@@ -161,7 +161,7 @@ def test_what_can_be_built_without_an_intel_gpu_is_said(monkeypatch) -> None:
     assert machine(CPU)["intel"] is None or "xpu_bmg" in machine(CPU)["intel"]
     monkeypatch.setattr(machine_facts, "backend_problem", lambda backend: "")
     monkeypatch.setattr(machine_facts.xpu_code, "missing", lambda: "")
-    monkeypatch.setattr(machine_facts.opencl, "missing", lambda: "no runtime")
+    monkeypatch.setattr(machine_facts.intel_on_cpu, "missing", lambda: "no runtime")
     told = machine(CPU)["intel"]
     assert told.startswith("machine code is built for xpu_pvc, ")
     assert told.endswith("kernels do not run: no runtime")

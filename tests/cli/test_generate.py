@@ -110,7 +110,7 @@ def test_a_batch(tiny, tmp_path):
     batch.write_text(batch.read_text() + "\n\n", encoding="utf-8")
     out = tmp_path / "out.json"
     options = ["--max-new-tokens", 6, "--ignore-eos", "--max-requests", 2, "--json", out]
-    result = _generate(tiny, "--batch", batch, *options)
+    result = _generate(tiny, "--requests-file", batch, *options)
     assert result.exit_code == 0, result.output
     results = json.loads(out.read_text())["results"]
     assert [entry["id"] for entry in results] == ["α", "2", "3", "99"]
@@ -154,7 +154,7 @@ def _fails(result, pattern):
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        ([], "give exactly one of --prompt, --prompt-file and --batch"),
+        ([], "give exactly one of --prompt, --prompt-file and --requests-file"),
         (["--prompt", "a", "--prompt-file", "b"], "give exactly one of"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a", "--max-new-tokens", 0], "max_new_tokens must be at least 1, got 0"),
@@ -169,7 +169,7 @@ def _fails(result, pattern):
         ),
         (["--prompt", "a", "--max-new-tokens", 70000], "70000 new ones exceed max_position_emb"),
         (["--prompt-file", "/nonexistent/f"], "/nonexistent/f: No such file or directory"),
-        (["--batch", "/nonexistent/f"], "/nonexistent/f: No such file or directory"),
+        (["--requests-file", "/nonexistent/f"], "/nonexistent/f: No such file or directory"),
         (["--prompt", "a", "--json", "/nonexistent/f"], "there is no directory /nonexistent"),
         (["--prompt", "a", "--draft-tokens", 2], "--draft-tokens needs --speculate or --drafts"),
         (["--prompt", "a", "--draft-tokens", 2, "--drafts", "off"], "--draft-tokens needs"),
@@ -263,13 +263,13 @@ def test_text_that_is_not_utf8(tiny, tmp_path):
 def test_a_bad_line_is_named_by_its_number(tiny, tmp_path, line, pattern):
     path = tmp_path / "batch.jsonl"
     path.write_text(f'{{"prompt": "good"}}\n\n{line}\n')
-    _fails(_generate(tiny, "--batch", path), f"batch.jsonl line 3: .*{pattern}")
+    _fails(_generate(tiny, "--requests-file", path), f"batch.jsonl line 3: .*{pattern}")
 
 
 def test_an_empty_batch(tiny, tmp_path):
     path = tmp_path / "batch.jsonl"
     path.write_text("\n \n")
-    _fails(_generate(tiny, "--batch", path), "batch.jsonl: no prompt in it")
+    _fails(_generate(tiny, "--requests-file", path), "batch.jsonl: no prompt in it")
 
 
 def test_a_prompt_that_no_context_holds(tiny, tmp_path, monkeypatch):
@@ -300,6 +300,18 @@ def test_a_stop_string_ends_a_text_before_it(tiny, tmp_path):
     assert "a stop string must not be empty" in result.stderr
 
 
+def test_the_old_name_of_the_requests_file(tiny, tmp_path):
+    requests = _lines(tmp_path / "requests.jsonl", {"prompt": "abc", "max_new_tokens": 2})
+    new, old = (_generate(tiny, name, requests) for name in ("--requests-file", "--batch"))
+    assert new.exit_code == old.exit_code == 0, old.output
+    assert new.stdout == old.stdout
+    said = "--batch is called --requests-file now; the old name goes with the next version"
+    assert old.stderr.splitlines()[0] == said
+    assert "--batch" not in new.stderr
+    both = _generate(tiny, "--requests-file", requests, "--batch", requests)
+    assert both.exit_code == 2
+
+
 def test_lines_of_a_batch_restrict_for_themselves(tiny, tmp_path):
     out, same = tmp_path / "out.json", {"prompt": "abc", "temperature": 2.0}
     batch = _lines(
@@ -309,7 +321,7 @@ def test_lines_of_a_batch_restrict_for_themselves(tiny, tmp_path):
         same | {"min_p": 1.0},
         same | {"seed": 3},
     )
-    result = _generate(tiny, "--batch", batch, "--max-new-tokens", 8, "--json", out)
+    result = _generate(tiny, "--requests-file", batch, "--max-new-tokens", 8, "--json", out)
     assert result.exit_code == 0, result.output
     greedy, first, second, free = (
         entry["token_ids"] for entry in json.loads(out.read_text())["results"]
@@ -334,7 +346,7 @@ def test_a_default_length_refuses_no_prompt_that_fits(tiny, tmp_path):
     (entry,) = json.loads(out.read_text())["results"]
     assert len(entry["token_ids"]) == 160 - 141
     batch = _lines(tmp_path / "batch", {"prompt": "x" * 130}, {"prompt": "x", "max_new_tokens": 2})
-    result = _generate(short, "--batch", batch, *options)
+    result = _generate(short, "--requests-file", batch, *options)
     assert result.exit_code == 0, result.output
     counts = [len(each["token_ids"]) for each in json.loads(out.read_text())["results"]]
     assert counts == [160 - 131, 2]
@@ -347,7 +359,7 @@ def test_penalties_of_the_line_and_of_a_batch(tiny, tmp_path):
     penalty = {"repetition_penalty": 1.0, "presence_penalty": 100.0, "frequency_penalty": 0}
     batch = _lines(tmp_path / "batch", {"prompt": "a"}, {"prompt": "a"} | penalty)
     options = ["--max-new-tokens", 30, "--ignore-eos", "--json", out]
-    result = _generate(directory, "--batch", batch, *options)
+    result = _generate(directory, "--requests-file", batch, *options)
     assert result.exit_code == 0, result.output
     assert "generation_config.json: not applied: num_beams\n" in result.stderr
     plain, apart = (each["token_ids"] for each in json.loads(out.read_text())["results"])

@@ -164,7 +164,7 @@ def test_a_dash_is_stdin(tiny, tmp_path) -> None:
     assert alone.exit_code == 0
     piped = run(*generate, "--prompt-file", "-", given="ünd")
     assert piped.stdout == alone.stdout, piped.output
-    batch = run(*generate, "--batch", "-", given='{"prompt": "ünd", "id": "x"}\n')
+    batch = run(*generate, "--requests-file", "-", given='{"prompt": "ünd", "id": "x"}\n')
     assert batch.stdout == f"[x] {alone.stdout}"
     score = run(
         "score", "--checkpoint", tiny, "--token-ids", "-", "--json", tmp_path / "s", given="[1, 2]"
@@ -253,7 +253,7 @@ def test_a_panic_of_the_tokenizer_is_one_line(tiny, tmp_path, command) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("option", ["--prompt-file", "--batch"])
+@pytest.mark.parametrize("option", ["--prompt-file", "--requests-file"])
 def test_a_pipe_that_nobody_writes_to(tiny, tmp_path, option) -> None:
     os.mkfifo(tmp_path / "pipe")
     began = time.monotonic()
@@ -312,5 +312,5 @@ def test_a_long_line_of_a_batch(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("anymla.cli.files.MAX_TEXT_BYTES", 1 << 16)
     path = tmp_path / "batch"
     path.write_text('{"prompt": "a"}\n{"prompt": "' + "a" * (1 << 16) + '"}\n')
-    result = run("generate", "--checkpoint", tiny, "--batch", path)
+    result = run("generate", "--checkpoint", tiny, "--requests-file", path)
     is_one_line(result, 2, f"{path} line 2: longer than 65536 bytes")

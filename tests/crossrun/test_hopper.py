@@ -11,7 +11,10 @@ pytest.importorskip("triton.experimental.gluon")
 import hopper_example as example
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
 from crossrun.hopper import (
     Deadlock,
@@ -20,6 +23,7 @@ from crossrun.hopper import (
     Machine,
     NotModelled,
     as_value,
+    install,
     run,
 )
 
@@ -37,6 +41,32 @@ def matmul(seed=0, tiles=6, **more):
 @pytest.mark.parametrize("seed", [None, *range(10)])
 def test_the_example(seed):
     matmul(seed)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Launches of Gluon kernels on CPU tensors, as ``install`` makes them."""
+    monkeypatch.setattr(GluonJITFunction, "run", GluonJITFunction.run)  # is put back
+    install.__wrapped__(seed=1)
+
+
+def test_launches_on_cpu_tensors_run_here(installed):
+    a, b = torch.randn(64, 128).half(), torch.randn(128, 64).half()
+    out, tile = torch.full((64, 64), torch.nan), gl.NVMMASharedLayout(128, 16, rank=2)
+    boxes = [TensorDescriptor.from_tensor(x, [64, 64], tile) for x in (a, b)]
+    example.matmul_kernel[lambda given: (given["tiles"] // 2,)](
+        *boxes, out, tiles=2, num_warps=4, maxnreg=168
+    )
+    torch.testing.assert_close(out, a.float() @ b.float(), atol=1e-3, rtol=1e-3)
+    with pytest.raises(NotModelled, match="clusters"):
+        example.matmul_kernel[(1,)](*boxes, out, 2, num_ctas=2)
+
+
+def test_launches_without_cpu_tensors_remain_tritons(installed, monkeypatch):
+    kept = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: kept.append(args))
+    example.matmul_kernel[(1,)](torch.empty(4, device="meta"), 3)
+    assert [len(args) for args in kept] == [2]
 
 
 # What is missing --------------------------------------------------------------------------------

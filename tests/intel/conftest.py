@@ -2,12 +2,12 @@
 
 import pytest
 
-from anymla.testing import opencl
+from anymla.testing import intel_on_cpu
 
 
 @pytest.fixture(scope="session")
 def runtime():
     """The CPU as a device, on which the operations' Triton backends run from then on."""
-    if opencl.missing():
-        pytest.skip(opencl.missing())
-    return opencl.install()
+    if intel_on_cpu.missing():
+        pytest.skip(intel_on_cpu.missing())
+    return intel_on_cpu.install()

@@ -16,8 +16,8 @@ from anymla.formats.triton_cast import fp32_to_e4m3, widen  # noqa: E402
 from anymla.ops.device import TARGETS  # noqa: E402
 from anymla.ops.kv_cache import quantize_and_insert_k_cache  # noqa: E402
 from anymla.ops.norm_rope import rms_norm  # noqa: E402
-from anymla.testing.opencl.runtime import OpenCLError  # noqa: E402
 from anymla.testing.tolerance import accumulation, assert_close, ulps  # noqa: E402
+from crossrun.intel.runtime import OpenCLError  # noqa: E402
 from lab.build import Build  # noqa: E402
 from lab.compiled import compiled  # noqa: E402
 

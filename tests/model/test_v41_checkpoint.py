@@ -103,7 +103,7 @@ def test_prompts_with_images_are_refused(checkpoint: Path, tmp_path: Path) -> No
     tokens.write_text(json.dumps({"token_ids": PROMPT}))
     common = ["--checkpoint", str(directory), "--json", str(tmp_path / "out.json")]
     for command, option, name in (
-        (generate, "--batch", f"{tokens} line 1: request '1'"),
+        (generate, "--requests-file", f"{tokens} line 1: request '1'"),
         (score, "--token-ids", "request 'score'"),
     ):
         told = CliRunner().invoke(command, [*common, option, str(tokens)])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from anymla.testing.triton_targets import backend_problem
+from crossrun.targets import backend_problem
 
 pytestmark = pytest.mark.skipif(bool(backend_problem("hip")), reason=backend_problem("hip") or "-")
 

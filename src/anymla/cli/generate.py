@@ -35,7 +35,7 @@ from anymla.runtime.stop_text import StopText
     examples=[
         'anymla generate examples/tiny/checkpoint -p "In the beginning" -n 24',
         "anymla generate examples/tiny/checkpoint -f examples/tiny/README.md --speculate",
-        "torchrun --nproc-per-node 2 -m anymla generate DIR --batch prompts.jsonl --json out.json",
+        "torchrun --nproc-per-node 2 -m anymla generate DIR --requests-file a.jsonl --json b.json",
     ],
     no_args_is_help=True,
 )
@@ -48,13 +48,14 @@ from anymla.runtime.stop_text import StopText
     help="Continue the text of this file.",
 )
 @click.option(
-    "--batch",
+    "--requests-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help='Continue many: lines of JSON with "prompt" or "token_ids", and, if wanted, "id", '
     '"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", '
     '"repetition_penalty", "presence_penalty", "frequency_penalty".',
 )
+@click.option("--batch", type=click.Path(path_type=Path), hidden=True)
 @click.option(
     "-n",
     "--max-new-tokens",
@@ -106,6 +107,7 @@ def command(
     run: RunOptions,
     prompt: str | None,
     prompt_file: Path | None,
+    requests_file: Path | None,
     batch: Path | None,
     max_new_tokens: int | None,
     asked: AskedSampling,
@@ -125,8 +127,14 @@ def command(
     The text of one prompt is streamed to stdout; of a batch, each text appears when it is finished,
     after its id in brackets. A line on stderr says how fast it was.
     """
-    if [prompt, prompt_file, batch].count(None) != 2:
-        raise BadInput("give exactly one of --prompt, --prompt-file and --batch")
+    if batch is not None:
+        click.echo(
+            "--batch is called --requests-file now; the old name goes with the next version",
+            err=True,
+        )
+    if [prompt, prompt_file, requests_file, batch].count(None) != 3:
+        raise BadInput("give exactly one of --prompt, --prompt-file and --requests-file")
+    requests_file = batch if requests_file is None else requests_file
     if drafts is None:
         drafts = "auto" if speculate else "off"
     elif speculate and drafts == "off":
@@ -135,7 +143,7 @@ def command(
         raise BadInput("--draft-tokens needs --speculate or --drafts")
     if adapt_drafts and drafts == "off":
         raise BadInput("--adapt-drafts needs --speculate or --drafts")
-    refuse_overwriting("--json", json_file, prompt_file, batch)
+    refuse_overwriting("--json", json_file, prompt_file, requests_file)
     with bad_input(), held_stderr():
         config = ModelConfig.from_dir(run.checkpoint, drafts=drafts != "off")
         tokenizer = Tokenizer.from_dir(run.checkpoint)
@@ -146,8 +154,8 @@ def command(
         )
         StopText(tokenizer.stream(), stop)  # refuses what cannot be meant
         reader = RequestReader(tokenizer, config, defaults)
-        if batch is not None:
-            requests = reader.from_batch(batch)
+        if requests_file is not None:
+            requests = reader.from_batch(requests_file)
         else:
             text = prompt if prompt is not None else read_text(_given(prompt_file))
             requests = [reader.from_text("prompt", text)]
@@ -171,7 +179,7 @@ def command(
         for request in requests:
             engine.submit(request)
     with bad_input((BackendUnavailable, FloatingPointError)):
-        alone, show = batch is None, json_file != STANDARD
+        alone, show = requests_file is None, json_file != STANDARD
         results = _run(engine, requests, tokenizer, stop, alone=alone, show=show)
     ran = time.perf_counter() - loaded
     if json_file is not None and not model.ranks.rank:

@@ -255,7 +255,7 @@ def _support(device_type: str) -> Support:
 def _interpreter_support() -> Support:
     """Repair Triton's interpreter, which is silently wrong otherwise, and return its support."""
     try:
-        importlib.import_module("anymla.ops.triton_interpreter").install()
+        importlib.import_module("crossrun.interpreter").install()
     except (ImportError, AttributeError) as error:
         version = importlib.metadata.version("triton")
         reason = f"the interpreter of triton {version} is wrong and cannot be repaired ({error})"

@@ -15,7 +15,7 @@ def prepare(device: str | None = None, *, compiled: bool = False) -> None:
 
     Args:
         device: of the calls; the default one without.
-        compiled: on a CPU they are compiled instead, as ``anymla.testing.opencl`` does.
+        compiled: on a CPU they are compiled instead, as ``anymla.testing.intel_on_cpu`` does.
 
     Raises:
         ValueError: kernels cannot be compiled for a CPU here.
@@ -23,16 +23,16 @@ def prepare(device: str | None = None, *, compiled: bool = False) -> None:
     if (device or default_device()) != "cpu":
         return
     if compiled:
-        from anymla.testing import opencl
+        from anymla.testing import intel_on_cpu
 
-        if opencl.missing():
-            raise ValueError(f"--compiled: {opencl.missing()}")
-        opencl.install()
+        if intel_on_cpu.missing():
+            raise ValueError(f"--compiled: {intel_on_cpu.missing()}")
+        intel_on_cpu.install()
         return
     os.environ.setdefault("TRITON_INTERPRET", "1")
     from anymla.ops.device import has_triton
 
     if os.environ["TRITON_INTERPRET"] == "1" and has_triton():
-        from anymla.ops.triton_interpreter import install
+        from crossrun.interpreter import install
 
         install()

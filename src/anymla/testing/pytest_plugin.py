@@ -63,14 +63,14 @@ def _interpret_triton() -> None:
     With TRITON_INTERPRET=0 they are compiled for the CPU, where that can be done.
     """
     from anymla.ops.device import has_triton
-    from anymla.testing import opencl
+    from anymla.testing import intel_on_cpu
 
-    if not torch.cuda.is_available() and not opencl.missing():
-        opencl.install()
+    if not torch.cuda.is_available() and not intel_on_cpu.missing():
+        intel_on_cpu.install()
     elif not has_triton():
         return
     elif os.environ.get("TRITON_INTERPRET") == "1":
-        from anymla.ops.triton_interpreter import install
+        from crossrun.interpreter import install
 
         install()
     elif torch.cuda.is_available():

@@ -1,6 +1,7 @@
 """Run Gluon kernels on a CPU, and find what they do not wait for."""
 
 from crossrun.hopper.errors import Deadlock, Hazard, NotModelled
+from crossrun.hopper.launches import install
 from crossrun.hopper.machine import Machine, run
 from crossrun.hopper.nvidia import Descriptor
 from crossrun.hopper.values import Value, as_value
@@ -13,5 +14,6 @@ __all__ = [
     "NotModelled",
     "Value",
     "as_value",
+    "install",
     "run",
 ]

@@ -11,7 +11,7 @@ class Probe:
     def anymla_use_backend(self, name: str) -> int:
         """Have every operation of the model run on that backend; how many modules it took."""
         if name == "triton":
-            from anymla.ops.triton_interpreter import install
+            from crossrun.interpreter import install
 
             install()
         took = [module for module in self._anymla_model().modules() if hasattr(module, "backend")]

@@ -11,8 +11,8 @@ import torch
 from anymla.bench import xpu_code
 from anymla.bench.environment import cpu_model, environment
 from anymla.ops.device import TARGETS, target_of, triton_version
-from anymla.testing import opencl
-from anymla.testing.triton_targets import backend_problem
+from anymla.testing import intel_on_cpu
+from crossrun.targets import backend_problem
 
 _CPU_FLAGS = {
     "amx_bf16": "AMX bf16",
@@ -122,7 +122,7 @@ def _intel_without_a_card() -> str | None:
     names = ", ".join(name for name, target in TARGETS.items() if target.backend == "xpu")
     built = f"machine code is built for {names}"
     cannot = xpu_code.missing()
-    runs = opencl.missing()
+    runs = intel_on_cpu.missing()
     return "; ".join(
         (
             f"no machine code: {cannot}" if cannot else built,

@@ -9,7 +9,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from anymla.testing.opencl.runtime import Runtime
+from crossrun.intel.runtime import Runtime
 
 _NUMBERS = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,

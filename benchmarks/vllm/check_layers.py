@@ -1,4 +1,4 @@
-"""Is each layer right, and how chaotic is the model? ``ANYMLA_VLLM=off|force right.py ROWS``."""
+"""Judge layers, and how chaotic the model is: ``ANYMLA_VLLM=off|force check_layers.py ROWS``."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def main(path: Path) -> None:
             apart = [abs(x - y) for x, y in zip(values, base[length], strict=True)]
             row[f"median_nats_{length}"] = statistics.median(apart)
         rows.append(row)
-    command = f"ANYMLA_VLLM={mode} python benchmarks/vllm/right.py"
+    command = f"ANYMLA_VLLM={mode} python benchmarks/vllm/check_layers.py"
     with path.open("a") as file:
         for row in rows:
             row = row | {"backend": mode} | environment(command) | device_facts()

@@ -5,7 +5,7 @@ silently wrong with them: bfloat16 arithmetic works on the codes (triton-lang/tr
 to bfloat16 truncate, casts to 8-bit floats round ties away from zero and lose the mantissa's carry.
 After ``install()``, arithmetic on these types is float32 arithmetic, and every cast rounds to
 nearest even, saturating for 8-bit floats, as GPU instructions do.
-``tests/ops/test_triton_interpreter.py`` proves it; look there first if a new Triton release breaks.
+``tests/crossrun/test_interpreter.py`` proves it; look there first if a new Triton release breaks.
 """
 
 from __future__ import annotations

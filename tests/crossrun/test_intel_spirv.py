@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from anymla.testing.opencl.spirv import for_cpu
+from crossrun.intel.spirv import for_cpu
 
 HEAD = (0x07230203, 0x00010400, 0, 9, 0)
 

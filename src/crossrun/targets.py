@@ -1,4 +1,4 @@
-"""Targets as Triton names them, on a machine without such a device."""
+"""Compile Triton's kernels for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -7,10 +7,28 @@ import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
-from anymla.ops.device import Target
+
+class Target(Protocol):
+    """A GPU architecture, as far as compiling for it goes."""
+
+    @property
+    def name(self) -> str:
+        """Name of the architecture: "sm_90", "gfx942", "xpu_bmg", ..."""
+
+    @property
+    def backend(self) -> str:
+        """Triton's name of the vendor: "cuda", "hip" or "xpu"."""
+
+    @property
+    def warp_size(self) -> int:
+        """Number of threads in a warp."""
+
+    @property
+    def sm_count(self) -> int:
+        """Number of SMs, CUs or Xe cores."""
 
 
 @functools.cache
@@ -29,7 +47,11 @@ def backend_problem(backend: str) -> str:
 
 @contextlib.contextmanager
 def triton_target(target: Target) -> Iterator[Any]:
-    """Triton's ``GPUTarget``, for which it compiles inside."""
+    """Yield Triton's ``GPUTarget``, for which ``triton.compile`` compiles inside the context.
+
+    Args:
+        target: architecture to compile for; no device of it is needed.
+    """
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
 
@@ -42,15 +64,23 @@ def triton_target(target: Target) -> Iterator[Any]:
     unknown = mock.Mock(parse_device_arch=lambda architecture: "")
     compiler = backends["intel"].compiler.__init__.__globals__
     with mock.patch.dict(compiler, compile_module_from_src=lambda *given, **named: unknown):
-        yield GPUTarget("xpu", xpu_properties(target), target.warp_size)
+        properties = xpu_properties(target.name, target.sm_count)
+        yield GPUTarget("xpu", properties, target.warp_size)
 
 
-def xpu_properties(target: Target) -> dict[str, Any]:
-    """As ``ocloc query CL_DEVICE_EXTENSIONS`` has them, and vendor's facts of sub-groups."""
-    arc_a = target.name == "xpu_dg2"
+def xpu_properties(name: str, cores: int) -> dict[str, Any]:
+    """Properties of an Intel GPU that Triton's compiler asks a device for.
+
+    They are those of ``ocloc query CL_DEVICE_EXTENSIONS``, and the vendor's sub-group sizes.
+
+    Args:
+        name: name of the architecture: "xpu_pvc", "xpu_dg2", "xpu_bmg", ...
+        cores: number of Xe cores.
+    """
+    arc_a = name == "xpu_dg2"
     return {
-        "name": target.name,
-        "gpu_subslice_count": target.sm_count,
+        "name": name,
+        "gpu_subslice_count": cores,
         "max_work_group_size": 1024,
         "max_num_sub_groups": 128 if arc_a else 64,
         "sub_group_sizes": [8, 16, 32] if arc_a else [16, 32],

@@ -16,7 +16,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_ulong, c
 from pathlib import Path
 from typing import Any
 
-from anymla.testing.opencl.spirv import for_cpu
+from crossrun.intel.spirv import for_cpu
 
 _LIBRARY = "libintelocl.so"
 # What the runtime loads by name, from where the dynamic linker does not look in an environment.
