@@ -66,15 +66,16 @@ _HIP_INSTRUCTION = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One compilation.
+    """One compilation of the build matrix.
 
     Attributes:
-        module: the file of the kernel, as a dotted name.
-        target: what it is built for.
-        number: which of the module's builds for the target.
-        label: of the build, for people.
-        digest: of all that decides what is compiled and asked of it, the kernel's source included.
-        build: what is compiled.
+        module: dotted name of the kernel's file.
+        target: name of the architecture to build for.
+        number: index among the module's builds for the target.
+        label: name of the build in reports.
+        digest: hash of everything that the compiled code and its judgement depend on, including the
+            kernel's source.
+        build: specialisation to compile.
     """
 
     module: str
@@ -86,7 +87,7 @@ class Job:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a recorded row must share to be about this compilation."""
+        """Key by which a recorded row belongs to this compilation."""
         return self.module, self.target, self.digest
 
     @property
@@ -114,7 +115,7 @@ def kernel_modules() -> dict[str, list[str]]:
 
 
 def problem_of(target: Target) -> str:
-    """Why nothing can be built for the target here; "" if it can."""
+    """Return why this machine cannot build for the target; "" if it can."""
     problem = backend_problem(target.backend)
     return problem or (missing() if target.backend == "xpu" else "")
 
@@ -141,7 +142,7 @@ def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
 
 @functools.cache
 def _launched_by_layers(target: Target) -> list[Build]:
-    """What decode layers of V4-Flash and V4-Pro launch, both sides of each count of tokens."""
+    """List builds of V4-Flash's and V4-Pro's decode layers, on both sides of each threshold."""
     with recorded_launches(target) as launches:
         for model, ratio in itertools.product(("flash", "pro"), (0, 4, 128)):
             setup = LayerSetup(model, ratio, torch.device("meta"), experts=8, copies=1)
@@ -204,7 +205,7 @@ def run(chosen: list[Job], workers: int) -> Iterator[dict[str, Any]]:
 
 
 def apart(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
-    """What ``work`` says of a job, in a process of its own, with a time limit."""
+    """Return ``work``'s row of a job, run in a process of its own with a time limit."""
     # Forked from a process that has imported the compiler, which takes longer than most builds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lab.compilers"])
@@ -315,13 +316,13 @@ def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
 
 
 def _serialized(row: dict[str, Any]) -> bool:
-    """Whether the assembler runs products one at a time for which the code does not ask so."""
+    """Return True if the assembler serialises products although the code does not ask for it."""
     products = row.get("products", 0)
     return row.get("product_waits", 0) >= products > max(1, row.get("asked_waits", 0))
 
 
 def _accepted_spills(must: Judgement, target: Target) -> int:
-    """What a family declares is of the other vendors' registers."""
+    """Return the accepted spills; families declare them for other vendors than Intel."""
     if target.intel:
         return _ARC_A_SPILLS if target.arc_a else 0
     return must.spills

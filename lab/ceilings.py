@@ -1,4 +1,4 @@
-"""What this machine can do at most: matrix products and copies."""
+"""Upper limits of this machine: matrix products and copies."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from lab.build import Build
 
 
 def compiled(build: Build, target: Target) -> Any:
-    """What Triton makes of a build, in a process that does not interpret kernels."""
+    """Compile a build with Triton, in a process that does not interpret kernels."""
     import triton
 
     names = build.kernel.arg_names

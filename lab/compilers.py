@@ -1,4 +1,4 @@
-"""What a process that builds a kernel needs; imported once, before processes are forked."""
+"""Imports of a process that builds kernels, made once before processes are forked."""
 
 from __future__ import annotations
 

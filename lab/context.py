@@ -1,4 +1,4 @@
-"""How a decode step grows with the context.
+"""Growth of a decode step's time with the context.
 
 Reading a prompt of 64k tokens only to fill the caches would take most of the time, so the pages
 are taken as if it had been read, and filled with random valid rows.
@@ -30,7 +30,7 @@ def context_curve(directory: Path, contexts: tuple[int, ...], rounds: int) -> li
     Args:
         directory: empty; a checkpoint is written there.
         contexts: tokens in the caches.
-        rounds: turns.
+        rounds: number of turns in which all contexts are measured.
     """
     model = load(tiny(directory), torch.bfloat16)
     engines = {length: filled_engine(model, length, rounds) for length in contexts}

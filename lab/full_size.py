@@ -147,13 +147,13 @@ def steps(
     float32 they must be equal, in bfloat16 kernels add in another order for more rows.
 
     Args:
-        model: the model.
-        label: for people.
+        model: model that both engines run.
+        label: name of the model in rows.
         batches: requests at a time.
         contexts: tokens of each request.
         draft_tokens: verified in a step.
-        mode: of ``EngineOptions.decode``.
-        kv_cache: likewise.
+        mode: value of ``EngineOptions.decode``.
+        kv_cache: value of ``EngineOptions.kv_cache``.
         count: steps that are timed.
         bar_us: most microseconds of a step of one request.
     """

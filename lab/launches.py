@@ -1,4 +1,4 @@
-"""What launchers launch, as builds, found out without running a kernel and without a GPU.
+"""Builds for everything that launchers launch, found without running a kernel or having a GPU.
 
 Inside ``recorded_launches`` operations are called with tensors on the meta device, which stands for
 a device of the target, or with CPU tensors; each launch is noted as what Triton would look its
@@ -34,11 +34,11 @@ Key = tuple[Any, ...]
 
 
 class Launches:
-    """Launches by what their compiled code depends on.
+    """Recorded launches, by what their compiled code depends on.
 
     Attributes:
-        label: of what is called now; a build has that of the first call that launched it.
-        builds: by key.
+        label: name of the call being made; a build keeps that of the first call that launched it.
+        builds: builds found so far, by ``Build.key``.
     """
 
     def __init__(self, target: Target) -> None:
@@ -65,7 +65,7 @@ class Launches:
     def _build(
         self, function: Any, options: dict[str, Any], bound: dict[str, Any], specialisation: Any
     ) -> Build:
-        """What ``JITFunction.run`` has compiled for a launch that is like none before."""
+        """Make the build that ``JITFunction.run`` would compile for a launch of a new kind."""
         parsed = self._backend.parse_options(dict(options))
         names = function.arg_names
         unknown = [name for name in options if name not in {*vars(parsed), *names}]
@@ -235,7 +235,7 @@ def shared_builds(target: Target) -> list[Build]:
 
 
 def _launched(family: str, target: Target, module: str) -> list[Build]:
-    """Of kernels in files whose name begins so, what a family's calls launch."""
+    """List builds that a family's calls launch, of modules whose name begins with ``module``."""
     calls = importlib.import_module(f"lab.builds.{family}").calls
     with recorded_launches(target) as launches:
         for launches.label, call in calls(target):

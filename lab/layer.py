@@ -1,4 +1,4 @@
-"""Where the time of a decode layer goes: whole layers as one CUDA graph, and a layer's kernels."""
+"""Time of a decode layer: whole layers as one CUDA graph, and a layer's kernels."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def layer_cases(
     """The chosen cases; those of one layer should follow each other.
 
     Args:
-        chosen: what to measure.
+        chosen: cases to measure, in order.
         clock: whose device the layers are made on.
-        beside: ``EngineOptions.side_stream``.
+        beside: value of ``EngineOptions.side_stream``.
         others: peers to measure the same layer assembled from as well.
         timelines: also see when each kernel starts and ends.
     """

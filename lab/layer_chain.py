@@ -43,7 +43,7 @@ class LayerChain:
             setup: the layers, which are gone through in turn.
             batch: requests, of one token each.
             context: at most so many tokens of each, more than 256.
-            length: layers.
+            length: number of layers of the chain.
         """
         self._setup = setup
         self._length = length

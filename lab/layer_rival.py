@@ -36,7 +36,7 @@ def rival_kernels(flash_mla: FlashMla, deep_gemm: DeepGemm | None = None) -> Ite
     """Layers that are called inside run on others' kernels.
 
     Args:
-        flash_mla: for attention.
+        flash_mla: library that runs attention.
         deep_gemm: for products and index scores, or None.
     """
     with contextlib.ExitStack() as patches:

@@ -16,11 +16,11 @@ from anymla.model.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Counted, not measured.
+    """Work of a layer, counted and not measured.
 
     Attributes:
-        weight_bytes: of the weights that the batch uses; of the experts those that are visited.
-        cache_bytes: of the cache rows that are read: attended to, and scored.
+        weight_bytes: bytes of weights that a batch uses, of experts only the visited ones.
+        cache_bytes: bytes of cache rows that are attended to or scored.
         flops: multiplications and additions of all products.
     """
 
@@ -38,8 +38,8 @@ def layer_work(layer: DecoderLayer, config: ModelConfig, batch: DecodeBatch, vis
     """Count a layer's work for a batch.
 
     Args:
-        layer: the layer.
-        config: its model.
+        layer: layer whose work is counted.
+        config: configuration of the layer's model.
         batch: one token a request.
         visited: experts that have at least one token.
     """

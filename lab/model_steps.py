@@ -129,13 +129,13 @@ def decode_steps(
     Kernels are timed when all steps have been: the profiler's hooks stay in the process.
 
     Args:
-        model: the model.
-        label: for people.
+        model: model whose steps are timed.
+        label: name of the model in rows.
         batches: requests at a time.
-        modes: of ``EngineOptions.decode``.
+        modes: values of ``EngineOptions.decode`` to compare.
         context: tokens of a request in front of the first step.
-        steps: how many are timed.
-        kv_cache: of ``EngineOptions``.
+        steps: number of steps that are timed.
+        kv_cache: value of ``EngineOptions.kv_cache``.
     """
     timed: list[tuple[Engine, Result]] = []
     for batch in batches:
@@ -187,13 +187,13 @@ def engine_at(
     Whatever the options, requests have the same rows.
 
     Args:
-        model: the model.
-        batch: requests.
+        model: model that the engine runs.
+        batch: number of requests.
         context: tokens of each.
-        steps: that none of them ends in.
-        mode: of ``EngineOptions.decode``.
-        draft_tokens: likewise.
-        kv_cache: likewise.
+        steps: number of steps in which no request ends.
+        mode: value of ``EngineOptions.decode``.
+        draft_tokens: value of ``EngineOptions.draft_tokens``.
+        kv_cache: value of ``EngineOptions.kv_cache``.
     """
     longest = context + (steps + 4) * (1 + draft_tokens)
     engine = Engine(

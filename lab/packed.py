@@ -33,13 +33,13 @@ _INNER, _EXPERTS, _CHOSEN = 2048, 24, 6
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What is timed.
+    """One call to time, with what it reads and computes.
 
     Attributes:
-        run: one call; weights take turns.
-        backend: that the call takes.
-        nbytes: of weights and scales that a call reads.
-        flops: of a call.
+        run: function that makes one call; weights take turns.
+        backend: name of the backend that the call takes.
+        nbytes: bytes of weights and scales that a call reads.
+        flops: floating-point operations of a call.
     """
 
     run: Callable[[], object]

@@ -1,4 +1,4 @@
-"""Whether warps hand shared memory over as they must, in a kernel's PTX and before.
+"""Checks in a kernel's PTX, and before, that warps synchronise shared memory as they must.
 
 Warps meet before one of their threads arrives at an mbarrier for them all. Triton lets one thread
 of a partition arrive. That releases what this thread can see; what the other warps have done with

@@ -38,9 +38,9 @@ class Difference:
     """Builds of one record whose code the other lacks.
 
     Attributes:
-        only_before: "target label" of builds whose code is gone.
-        only_after: of builds whose code is new.
-        same: how many pairs have the same code.
+        only_before: "target label" of builds whose code has gone.
+        only_after: "target label" of builds whose code is new.
+        same: number of pairs with the same code.
     """
 
     only_before: list[str]

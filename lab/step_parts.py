@@ -1,4 +1,4 @@
-"""Where the time of decode steps goes: a profiler's trace of replayed graphs, taken apart.
+"""Parts of decode steps' time, from a profiler's trace of replayed graphs.
 
 Kernels of a step overlap: some are launched early, some run on further streams. So a kernel counts
 with what the step's end is later by it, and the parts add up to the time that the steps took.
@@ -53,15 +53,15 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """Microseconds of a step, the mean of several.
+    """Mean microseconds of a step, by part.
 
     Attributes:
         us: from one step's first kernel to the next one's.
-        parts: of a step's graph by what it is spent for; ``DRAFT``: all that is behind the
-            backbone's choice; ``BETWEEN``: outside graphs, the host's and its copies'; ``GAPS``: in
-            the backbone's part of the graph with nothing on the device.
-        draft_parts: of the drafter's part of the graph.
-        launches: kernels of a step.
+        parts: time by what the step's graph spends it on. ``DRAFT`` is everything after the
+            backbone's choice, ``BETWEEN`` is outside graphs (the host and its copies), ``GAPS`` is
+            time in the backbone's part of the graph with nothing on the device.
+        draft_parts: time by what the drafter's part of the graph spends it on.
+        launches: number of kernels of a step.
     """
 
     us: float
@@ -88,7 +88,7 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
     """Take steps apart; None if the trace does not show their graphs.
 
     Args:
-        events: as ``profiled`` returned them.
+        events: trace events as ``profiled`` returned them.
         count: number of steps, without the last.
         drafts: each step drafts behind its choice, in the same graph.
     """

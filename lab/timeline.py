@@ -26,8 +26,8 @@ class Span:
     Attributes:
         stream: numbered as they are first launched on.
         start, end: kernels that are launched early start before those that they wait for end.
-        adds: how much later the layer's last end is by this kernel.
-        name: of the kernel.
+        adds: microseconds by which this kernel delays the layer's end.
+        name: name of the kernel.
     """
 
     stream: int

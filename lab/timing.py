@@ -52,8 +52,8 @@ def interleaved(
     """Time functions in turn, so that whatever slows the machine down slows all of them.
 
     Args:
-        functions: by name.
-        rounds: turns.
+        functions: functions to time, by name.
+        rounds: number of turns of all functions.
         block: calls of one function in a row, so that each finds its own data in the caches.
         warm_up: calls of each before anything counts.
         clock: seconds; ``time.process_time`` leaves out what other processes take, and adds up

@@ -37,7 +37,7 @@ class Held:
 
     @classmethod
     def now(cls, device: torch.device) -> Held:
-        """What is held, with nothing running."""
+        """Measure what is held while nothing runs."""
         if device.type != "cuda":
             return cls(0, 0)
         torch.cuda.synchronize(device)
@@ -51,9 +51,9 @@ def run(
     """Warm up a tiny model with drafts, then serve random requests.
 
     Args:
-        directory: where the checkpoint is written.
-        device: where it runs.
-        steps: of the engine, at least so many.
+        directory: empty directory that the checkpoint is written to.
+        device: device that the model runs on.
+        steps: least number of engine steps.
         seconds: stop earlier after so long, warm-up included.
 
     Yields:

@@ -45,7 +45,7 @@ def inputs() -> DecodeInputs:
 
 
 def builds(target: Target, peer: VllmXpu) -> dict[str, list[Build]]:
-    """What a call of each library launches for a key, by the library's name."""
+    """Return the builds that each library launches for one key, by the library's name."""
     given = inputs()
     with recorded_launches(target) as ours:
         given.ours(sparse_attention, backend="triton")[0]()

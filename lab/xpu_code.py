@@ -34,19 +34,19 @@ _SPILLED = re.compile(r"spilled around (\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class MachineCode:
-    """What Intel's offline compiler made of a kernel.
+    """Result of Intel's offline compiler for one kernel.
 
     Attributes:
-        registers: of a thread, 64 bytes each (32 on Arc A).
-        lanes: of a thread.
-        spills: registers that memory of a thread stands for, or that the compiler says it spilled
-            around if those are more: of some kernels it says nothing.
-        spill_bytes: that memory.
+        registers: number of registers of a thread, 64 bytes each (32 on Arc A).
+        lanes: number of lanes of a thread.
+        spills: number of registers that are kept in a thread's memory, or that the compiler reports
+            as spilled if those are more; for some kernels it reports nothing.
+        spill_bytes: bytes of a thread's memory for spilled registers.
         private_bytes: memory of a thread for arrays that are no registers.
         code_bytes: size of the kernel's instructions.
         instructions: names of all instructions, in order, those of matrix products with the type
             of their last operand ("dpas.8x8:bf").
-        loop_instructions: how many of them the longest loop has, inner loops included; 0 of none.
+        loop_instructions: instructions of the longest loop, inner loops included; 0 without loops.
     """
 
     registers: int
@@ -69,13 +69,13 @@ def _run(*words: str) -> str:
 
 
 def _device(target: Target) -> str:
-    """What ocloc calls the target."""
+    """Return ocloc's name of the target."""
     return target.name.removeprefix("xpu_")
 
 
 @functools.cache
 def compiler_version() -> str:
-    """Of ocloc, "26.27.039122"."""
+    """Return the version of ocloc, such as "26.27.039122"."""
     return _run("--version").split()[0]
 
 

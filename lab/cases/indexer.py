@@ -51,7 +51,7 @@ class Inputs:
         return slots
 
     def can(self, backend: str, shape: SelectShape) -> bool:
-        """Whether a backend takes a shape."""
+        """Return True if a backend takes a shape."""
         support = select_topk.supports(*self._arguments, max_context=shape.keys, backend=backend)
         return bool(support)
 
@@ -67,8 +67,8 @@ class Pool:
         """Draw them; the cases' seeds do not depend on it.
 
         Args:
-            pages: how many.
-            device: where.
+            pages: number of pages to draw.
+            device: device to draw on.
         """
         random = torch.Generator(device).manual_seed(0)
         draw = functools.partial(torch.randn, device=device, generator=random)
@@ -115,7 +115,7 @@ def cases(
     """Every shape by every backend that takes it, next to the peers that are given.
 
     Args:
-        shapes: of the selections.
+        shapes: shapes of the selections.
         backends: names in ``SCORES``.
         deep_gemm: timed alone, with torch.topk, and with vLLM's kernels.
         vllm: selects from DeepGEMM's scores.

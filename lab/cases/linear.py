@@ -31,7 +31,7 @@ def cases(models: Iterable[str], tokens: Iterable[int]) -> Iterator[Case]:
 
     Args:
         models: "flash", "pro" or "flash-41".
-        tokens: of a call.
+        tokens: numbers of tokens of a call.
     """
     tokens = tuple(tokens)
     for model in models:
@@ -65,14 +65,14 @@ def _case(
     tokens: int,
     width: int = 1,
 ) -> Case:
-    """Times, and those of what there is besides the kernels for Hopper.
+    """Make a case of the Hopper kernels' times and those of the alternatives.
 
     Args:
-        part: of the row.
-        label: of the row.
+        part: name of the row's part.
+        label: label of the row in reports.
         calls: made on a clock's device, and how often each does what is counted.
         weights: elements that are read.
-        tokens: of a call.
+        tokens: number of tokens of a call.
         width: bytes of an element.
     """
     read, flops = weights * width, 2 * tokens * weights

@@ -30,15 +30,15 @@ _CHECKED = 256  # tokens of a peer's result that are compared with the reference
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """What the cases of a model share.
+    """Inputs and settings that all cases of a model share.
 
     Attributes:
-        weights: drawn once, for all numbers of tokens.
-        chosen: experts of a token.
-        backends: timed beside what is chosen.
-        blocks: of W4A8, timed likewise.
-        peers: timed beside it.
-        options: of the operation, by name.
+        weights: weights drawn once for all numbers of tokens.
+        chosen: number of experts of a token.
+        backends: backends to time beside the chosen one.
+        blocks: block sizes of W4A8 to time beside the chosen one.
+        peers: other libraries to time beside it.
+        options: keyword arguments of the operation, by name.
         prepared: a peer's function of tokens, made once, or why there is none.
     """
 
@@ -65,7 +65,7 @@ def cases(
     Args:
         models: "flash", "pro" or "flash-41".
         count: experts that there are; tokens choose among them evenly.
-        tokens: of a call.
+        tokens: numbers of tokens of a call.
         backends: timed beside what is chosen, on the same inputs.
         peers: other libraries, likewise, if their results are right.
         tensor_parallel: GPUs that share an expert's inner size, of which this is one.

@@ -1,4 +1,4 @@
-"""What commands of the lab need besides what those of ``python -m lab`` need."""
+"""Requirements of the lab's commands beyond those of ``python -m lab`` itself."""
 
 from __future__ import annotations
 

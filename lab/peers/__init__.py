@@ -18,8 +18,8 @@ class Peer:
     """A library that may be installed.
 
     Attributes:
-        name: the field of its version in rows.
-        title: for people.
+        name: field of rows that holds the library's version.
+        title: name of the library in reports.
         modules: names that it may be imported by; the first that can be is taken.
     """
 
@@ -47,16 +47,16 @@ class Peer:
         return None, "; ".join(said)
 
     def available(self) -> Support:
-        """Whether it can run here, and if not, why."""
+        """Return whether the library can run here, and if not, why."""
         module, said = self._found
         return Support(module is not None, f"{self.title} cannot be imported ({said})")
 
     @property
     def module(self) -> Any:
-        """What has its functions.
+        """Module that has the library's functions.
 
         Raises:
-            BackendUnavailable: it is not here.
+            BackendUnavailable: if the library cannot be imported.
         """
         support = self.available()
         if not support:
@@ -64,7 +64,7 @@ class Peer:
         return self._found[0]
 
     def version(self) -> str | None:
-        """As the module or the package that ships it says; None where neither does."""
+        """Return the version of the module or of the package that ships it; None if unknown."""
         if found := getattr(self.module, "__version__", None):
             return str(found)
         package = getattr(self.module, "__name__", "").partition(".")[0]

@@ -45,8 +45,8 @@ def chosen_bits(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Ten
 
     Args:
         ids: [T, K] int32, no id twice in a row.
-        weights: [T, K] float32.
-        experts: E.
+        weights: routing weights of each token, [T, K] float32.
+        experts: number of experts E.
 
     Returns:
         Bits [T, ceil(E/32)] int32, ids int16, weights float32.

@@ -32,8 +32,8 @@ class ExpertsPeer(Peer):
     """A library that runs MXFP4 experts.
 
     Attributes:
-        bound: its results' distance from the reference's, at most.
-        note: where what it computes, or what is timed, differs from this package.
+        bound: largest accepted distance of its results from the reference's.
+        note: difference of its computation, or of what is timed, from this package's.
     """
 
     bound: float
@@ -44,7 +44,7 @@ class ExpertsPeer(Peer):
 
         Args:
             weights: codes and scales of w1, w3 and w2.
-            limit: of the clamped SwiGLU.
+            limit: bound of the clamped SwiGLU.
         """
         raise NotImplementedError
 

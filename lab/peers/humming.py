@@ -38,8 +38,8 @@ class Humming(ExpertsPeer):
 
         Args:
             vllm: whose kernel puts pairs in order.
-            channels: of an activation that share a scale; 0 for all of a token's.
-            options: of ``Peer``.
+            channels: number of activation channels that share a scale; 0 for one scale a token.
+            options: keyword arguments of ``Peer``.
         """
         super().__init__(**options)
         self._vllm, self._channels = vllm, channels
@@ -48,12 +48,12 @@ class Humming(ExpertsPeer):
         self.note = self.note.format(group="in blocks of 128" if channels else "by the token")
 
     def available(self) -> Support:
-        """Whether it is here, and vLLM's kernel too."""
+        """Return support if both the library and vLLM's kernel are available."""
         own = super().available()
         return own and self._vllm.available()
 
     def version(self) -> str | None:
-        """Of its distribution, if that says one."""
+        """Return the version of the library's distribution; None if it states none."""
         try:
             return metadata.version("humming-kernels")
         except metadata.PackageNotFoundError:
@@ -122,7 +122,7 @@ def chosen_config(intervals: list[tuple[int, int, dict[str, Any]]], rows: int) -
     """The settings of the interval (least, most] that has so many rows.
 
     Raises:
-        ValueError: none has.
+        ValueError: if no interval contains that number of rows.
     """
     for least, most, config in intervals:
         if least < rows <= most:

@@ -46,7 +46,7 @@ class Marlin(ExpertsPeer):
         self._library = library
 
     def version(self) -> str | None:
-        """Of vLLM, or what tells the library's file from others."""
+        """Return vLLM's version, or a digest that identifies the library's file."""
         if self._library is not None:
             digest = hashlib.sha256(self._library.read_bytes()).hexdigest()
             return f"{self._library.name} sha256 {digest[:12]}"
@@ -120,7 +120,7 @@ def _operations(library: Path | None, find: Callable[[str], Any], name: str) -> 
 
 @functools.cache
 def _code_order(device: torch.device) -> Tensor:
-    """Where the values of an int32 are in four tiles of 16 x 16, eight by eight."""
+    """Return positions of an int32's values in four tiles of 16 x 16, eight values at a time."""
     order = [
         _TILE * (2 * (lane % 4) + down) + lane // 4 + right + _TILE * _TILE * tile
         for lane in range(32)
@@ -142,7 +142,7 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
-    """What ``pack_codes`` was given."""
+    """Invert ``pack_codes``."""
     n, k = packed.shape[1] // 2, _TILE * packed.shape[0]
     bytes_ = packed.contiguous().view(torch.uint8)
     order = _code_order(packed.device)
@@ -162,6 +162,6 @@ def pack_scales(scales: Tensor) -> Tensor:
 
 
 def unpack_scales(packed: Tensor) -> Tensor:
-    """What ``pack_scales`` was given."""
+    """Invert ``pack_scales``."""
     steps = packed.contiguous().view(torch.uint8).view(-1, 4)[:, [0, 2, 1, 3]]
     return steps.reshape(-1, 8, 8).transpose(1, 2).reshape(packed.shape).T

@@ -21,7 +21,7 @@ class Transformers(Peer):
     modules = ("transformers",)
 
     def available(self) -> Support:
-        """Whether the version that is installed knows the model."""
+        """Return support if the installed version knows the model."""
         module, _ = self._found
         if module is None:
             return Support(False, f"transformers is not installed: {_INSTALL}")
@@ -41,7 +41,7 @@ class Generation:
     """A prompt that has been read, and the tokens after it.
 
     Attributes:
-        tokens: so far.
+        tokens: tokens generated so far.
         prefill_s: seconds of processor time that the prompt took.
     """
 

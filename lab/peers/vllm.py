@@ -78,13 +78,13 @@ class UnpackedVllmXpu(VllmXpu):
         """Import nothing yet.
 
         Args:
-            folder: where ``vllm`` lies, as a wheel unpacks.
+            folder: folder that contains ``vllm``, as a wheel unpacks.
         """
         super().__init__(functools.partial(_import_unpacked, folder))
         self._folder = folder
 
     def version(self) -> str | None:
-        """As its metadata beside it say, if they are there."""
+        """Return the version in the metadata beside the package; None if there are none."""
         found = metadata.distributions(name="vllm", path=[str(self._folder)])
         return next((each.version for each in found), None)
 
@@ -115,10 +115,10 @@ class VllmTopk:
         """Load it.
 
         Args:
-            library: the file.
+            library: path of the shared library.
 
         Raises:
-            OSError: it cannot be loaded.
+            OSError: if the library cannot be loaded.
         """
         torch.ops.load_library(library)
 

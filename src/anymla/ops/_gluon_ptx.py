@@ -334,7 +334,7 @@ def _append_text(each):
         [f"${(1 + n) * each + i}" for i in range(each)] for n in range(5)
     )
     same = [f"{number[i]}, {wanted[i]}" for i in range(each)]
-    # Few threads have one.
+    # Most threads have no score to append, and skip the rest.
     lines = [f"{{ .reg .pred p, q; .reg .b32 s, a; setp.eq.u32 p, {same[0]};"]
     lines += [f"setp.eq.or.u32 p, {those}, p;" for those in same[1:]] + ["@!p bra DONE;"]
     for i in range(each):
@@ -400,11 +400,11 @@ def st_shared_in_order_if_reached(address, x, entry, limit, EACH: gl.constexpr):
 
 
 # --- reductions and scans over the warps of a CTA -----------------------------------------------
-# A warp reduces in one instruction, stores the result in a place of its own, and after a barrier
-# reduces what all have stored: one barrier, and no thread waits for a chain of shuffles.
+# A warp reduces in one instruction and stores its result in its own place; after a barrier, every
+# warp reduces all stored results. So there is one barrier, and no chain of shuffles to wait for.
 
 
-# A warp's lanes add what lanes below them have.
+# Each lane adds the sums of the lanes below it.
 _SCAN_ADD = gl.constexpr(
     " ".join(
         f"shfl.sync.up.b32 r|q, i, {step}, 0, 0xffffffff; @q add.s32 i, i, r;"
@@ -537,7 +537,7 @@ def st_shared_crossing(address, before, own, d, c, b, a, wanted, number):
 def _load_text(unordered, immediate):
     """Text of ``ld_global_v4_if``."""
     policy = "createpolicy.fractional.L2::evict_first.b64 p, 1.0;"
-    if immediate:  # what createpolicy makes, which takes five instructions each time
+    if immediate:  # createpolicy's result as a constant, since it takes five instructions each time
         policy = "mov.b64 p, 0x12F0000000000000;"
     cached = ".nc" if unordered else ""
     return (

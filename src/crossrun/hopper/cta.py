@@ -1,4 +1,4 @@
-"""One CTA: its partitions, one of which goes on at a time, and what is under way beside them."""
+"""One CTA: its partitions, of which one runs at a time, and the asynchronous work beside them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from crossrun.hopper.shared_memory import Barrier, Shared
 
 
 class _Killed(BaseException):
-    """Another partition has failed."""
+    """Raised in a partition after another one has failed."""
 
 
 @dataclasses.dataclass(eq=False)
 class Partition:
-    """Warps that run one function.
+    """Partition of a CTA: warps that run one function.
 
     Attributes:
-        number: among those of the kernel.
-        name: the function's.
-        warps: how many.
-        clock: what it knows to be done.
-        products: matrix instructions that it has started, and how many of them it has waited for.
-        stores: groups of TMA stores, likewise.
-        copies: of cp.async, those that it has started.
-        groups: after how many copies each of its groups ended.
-        flying: its copies that have not landed.
-        landed: what happens when all copies up to one have.
-        waiting: what it waits for.
+        number: index among the kernel's partitions.
+        name: name of the partition's function.
+        warps: number of warps of the partition.
+        clock: operations that the partition knows to be complete.
+        products: matrix instructions that it has started, and the number that it has waited for.
+        stores: groups of TMA stores that it has started, and the number that it has waited for.
+        copies: number of cp.async copies that it has started.
+        groups: number of copies at which each of its cp.async groups ended.
+        flying: numbers of its copies that have not landed.
+        landed: actions to run once all copies up to a number have landed.
+        waiting: condition that the partition waits for; None while it runs.
     """
 
     number: int
@@ -53,15 +53,15 @@ class Partition:
         self.tick()
 
     def tick(self) -> None:
-        """What it does from here on is not what others have been told of."""
+        """Advance the partition's time: later operations are unknown to others until they wait."""
         self.clock.known[self.number] = self.clock.known.get(self.number, 0) + 1
 
     def access(self) -> Access:
-        """By its threads."""
+        """Make an access by the partition's threads at its current time."""
         return Access(self.number, self.clock.known[self.number], True, self.name)
 
     def land(self, number: int) -> None:
-        """A copy of cp.async is there."""
+        """Mark a cp.async copy as landed, and run the actions that waited for it."""
         self.flying.discard(number)
         first = min(self.flying, default=self.copies + 1)
         ready = [action for last, action in self.landed if last < first]
@@ -72,18 +72,18 @@ class Partition:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """What a partition waits for, in words, and whether it is there."""
+    """Condition that a partition waits for: a description, and a function that tests it."""
 
     what: object
     done: Callable[[], bool]
 
 
 class Cta:
-    """One CTA of a launch.
+    """One CTA of a launch: schedules partitions and asynchronous operations.
 
-    Partitions are threads, of which one runs at a time. At every operation on shared memory or
-    barriers another may go on, as ``seed`` has it; without a seed that is so only where one waits,
-    and copies land when nobody can go on without them.
+    Each partition is a thread, of which one runs at a time. At every operation on shared memory or
+    barriers another may be resumed, as ``seed`` decides; without a seed, only where one waits, and
+    copies land when no partition can continue without them.
     """
 
     def __init__(self, seed: int | None, name: str, warps: int) -> None:
@@ -99,13 +99,13 @@ class Cta:
 
     @property
     def partition(self) -> Partition:
-        """Who is running."""
+        """Partition that is running."""
         return self._current
 
-    # Who goes on.
+    # Scheduling.
 
     def specialise(self, functions: Sequence[tuple[Any, Any]], warps: Sequence[int]) -> None:
-        """Run a function a partition, and go on when all have ended."""
+        """Run each function in a partition of its own, and continue when all have ended."""
         if not self._alone:
             raise Hazard("a partition is split into partitions")
         if len(warps) != len(functions) - 1:
@@ -125,7 +125,7 @@ class Cta:
         self._finished = threading.Event()
         self._alone = False
         if self.random is not None:
-            # A run has its favourites, so that some partition is far ahead wherever it may be.
+            # Weights that differ much let some partition run far ahead of the others.
             self._weights = [10 ** self.random.uniform(-1.5, 1.5) for _ in parts]
             self._staying = self.random.choice((0.5, 0.8, 0.95))
             self._landing = self.random.choice((0.05, 0.3, 0.9))
@@ -151,7 +151,7 @@ class Cta:
         self.main.tick()
 
     def end(self) -> None:
-        """The kernel has ended: nothing may be under way."""
+        """Check at the kernel's end that no asynchronous work is left."""
         self._ends(self.main)
         if self.flights:
             raise Hazard("the kernel ends before its copies have landed")
@@ -163,7 +163,7 @@ class Cta:
             raise Hazard(f"{part.name} ends without waiting for its matrix instructions")
 
     def _run(self, part: Partition, function: Callable[..., object], arguments: Any) -> None:
-        torch.set_num_threads(1)  # a thread of its own has forgotten what was set
+        torch.set_num_threads(1)  # a new thread does not inherit the setting
         self._turns[part.number].acquire()
         if self._error is not None:
             return
@@ -178,7 +178,7 @@ class Cta:
             self._finished.set()
 
     def _pass_on(self) -> None:
-        """Give the turn to a partition that can go on, after landing some copies."""
+        """Resume a partition that can continue, after landing some copies."""
         while self._alive:
             if self.random is not None:
                 while self.flights and self.random.random() < self._landing:
@@ -206,7 +206,7 @@ class Cta:
         self.flights.pop(number)()
 
     def pause(self) -> None:
-        """Let another partition go first, perhaps."""
+        """Give another partition the chance to run first."""
         self.steps += 1
         if self._alone:
             if self.random is not None and self.flights and self.random.random() < 0.3:
@@ -226,7 +226,7 @@ class Cta:
         me.waiting = None
 
     def wait(self, what: object, done: Callable[[], bool]) -> None:
-        """Until something is done, by others or by what is under way."""
+        """Wait until a condition holds, by others' operations or asynchronous ones."""
         if self._alone:
             self.pause()
             while not done():
@@ -240,7 +240,7 @@ class Cta:
     # Accesses by threads.
 
     def touch(self, shared: Shared, *, writes: bool) -> None:
-        """A load or a store of the running partition."""
+        """Record a load or a store by the running partition."""
         self.pause()
         part = self._current
         if writes:
@@ -249,31 +249,31 @@ class Cta:
             shared.reads(part.clock, part.access())
 
     def fence(self) -> None:
-        """``fence.proxy.async``."""
+        """Execute ``fence.proxy.async`` in the running partition."""
         self._current.clock.fence()
 
     # Barriers.
 
     def arrive(self, barrier: Barrier, count: int = 1, size: int = 0) -> None:
-        """The running partition arrives; ``size`` bytes are to land as well."""
+        """Arrive for the running partition; ``size`` more bytes must land in this phase."""
         self.pause()
         part = self._current
         barrier.arrive(part.clock, count, size)
         part.tick()
 
     def wait_barrier(self, barrier: Barrier, parity: int) -> None:
-        """Until the phase of a parity is over."""
+        """Wait until the barrier's phase of a parity is over."""
         self.wait(barrier, lambda: barrier.done(parity))
         self._current.clock.join(barrier.clock)
 
     # TMA.
 
     def load_box(self, shared: Shared, box: Callable[[], torch.Tensor], barrier: Barrier) -> None:
-        """A copy whose bytes a barrier counts; ``box`` reads global memory when it lands."""
+        """Start a copy whose bytes a barrier counts; ``box`` reads global memory when it lands."""
         self.pause()
         part = self._current
         what = f"the TMA load that {part.name} has started"
-        # Its phase is over only when it has landed.
+        # The copy's phase is over only after it has landed.
         access = Access(barrier, barrier.phase + 1, False, what)
         shared.writes(part.clock, access)
 
@@ -284,7 +284,7 @@ class Cta:
         self.flights.append(land)
 
     def store_box(self, shared: Shared, write: Callable[[torch.Tensor], None]) -> None:
-        """A copy out of shared memory, read at any time until it has been waited for."""
+        """Start a copy out of shared memory, which may be read until the copy was waited for."""
         self.pause()
         part = self._current
         part.stores[0] += 1
@@ -293,14 +293,14 @@ class Cta:
         write(shared.contents())
 
     def wait_stores(self, outstanding: int) -> None:
-        """Until the running partition's TMA stores have read, but the last ones."""
+        """Wait until the partition's TMA stores have read, except the last ``outstanding``."""
         self.pause()
         self._waited(self._current, self._current.stores, "bulk", outstanding)
 
     # cp.async.
 
     def copy_rows(self, shared: Shared, data: torch.Tensor) -> None:
-        """A copy by the threads of the running partition."""
+        """Start a cp.async copy by the running partition's threads."""
         self.pause()
         part = self._current
         part.copies += 1
@@ -316,11 +316,11 @@ class Cta:
         self.flights.append(land)
 
     def commit(self) -> None:
-        """The running partition's copies so far are a group."""
+        """End a group of the running partition's copies so far."""
         self._current.groups.append(self._current.copies)
 
     def wait_groups(self, outstanding: int) -> None:
-        """Until all groups of the running partition have landed, but the last ones."""
+        """Wait until the partition's groups have landed, except the last ``outstanding``."""
         part = self._current
         done = len(part.groups) - outstanding
         last = part.groups[done - 1] if done > 0 else 0
@@ -331,7 +331,7 @@ class Cta:
         self._knows(part, "copies", last)
 
     def arrive_after_copies(self, barrier: Barrier, *, counted: bool) -> None:
-        """Every thread arrives when its copies so far have landed."""
+        """Let every thread arrive when its copies so far have landed."""
         self.pause()
         part = self._current
         threads, last = 32 * part.warps, part.copies
@@ -352,7 +352,7 @@ class Cta:
     # Matrix instructions.
 
     def multiply(self, *operands: Shared) -> int:
-        """The number of a matrix instruction that reads operands until it has been waited for."""
+        """Start a matrix instruction, which reads operands until waited for; return its number."""
         self.pause()
         part = self._current
         part.products[0] += 1
@@ -363,7 +363,7 @@ class Cta:
         return number
 
     def wait_products(self, outstanding: int) -> None:
-        """Until the running partition's matrix instructions are done, but the last ones."""
+        """Wait until the partition's matrix instructions are done, but the last ``outstanding``."""
         self.pause()
         self._waited(self._current, self._current.products, "products", outstanding)
 

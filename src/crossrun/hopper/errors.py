@@ -1,13 +1,13 @@
-"""What a run can find."""
+"""Errors that running a kernel can raise."""
 
 
 class Deadlock(AssertionError):
-    """No partition can go on, and nothing is under way that could change that."""
+    """Error: no partition can continue, and no asynchronous operation could change that."""
 
 
 class Hazard(AssertionError):
-    """Something is done that nothing orders, or that the hardware does not allow."""
+    """Error: an access that nothing orders, or an operation that the hardware does not allow."""
 
 
 class NotModelled(NotImplementedError):
-    """The kernel uses something of Gluon, or of PTX, that this model does not have."""
+    """Error: the kernel uses a feature of Gluon or PTX that is not modelled."""

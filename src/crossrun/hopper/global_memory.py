@@ -1,4 +1,4 @@
-"""Global memory: the storages of the tensors that a kernel is given, by their real addresses."""
+"""Global memory: the storages of a kernel's tensors, by their real addresses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from crossrun.hopper.values import Value, as_value
 
 
 class GlobalMemory:
-    """Tensors that addresses may point into."""
+    """Storages of the tensors that addresses may point into."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._bytes: list[Tensor] = []
 
     def pointer(self, tensor: Tensor, kind: Kind | None = None) -> Value:
-        """Where a tensor begins; its whole storage may be reached from there."""
+        """Return a pointer to a tensor, from which its whole storage may be accessed."""
         if tensor.device.type != "cpu":
             raise ValueError(f"a kernel on a CPU takes tensors on the CPU, not on {tensor.device}")
         storage = tensor.untyped_storage()
@@ -45,7 +45,7 @@ class GlobalMemory:
         raise Hazard(f"an access to {address:#x}, which is outside of all tensors")
 
     def _elements(self, addresses: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """A storage's elements, and which of them the addresses are."""
+        """Return a storage's elements, and the indices among them that the addresses point to."""
         size = kind.itemsize
         low, high = (int(x) for x in addresses.aminmax())
         storage, start = self._storage(low, size)
@@ -58,7 +58,7 @@ class GlobalMemory:
         return whole, place // size if size > 1 else place
 
     def load(self, pointer: Value, mask: Value | None, other: Value | None) -> Value:
-        """Elements; those that a mask hides are ``other``, or poison."""
+        """Load elements; where ``mask`` is False, the result is ``other``, or poison."""
         kind = pointer.kind.element
         if kind is None:
             raise TypeError("a load from what is no address")
@@ -96,7 +96,7 @@ class GlobalMemory:
         return out
 
     def store(self, pointer: Value, x: Value, mask: Value | None) -> None:
-        """Write elements, but those that a mask hides."""
+        """Store elements where ``mask`` is True, or all of them without a mask."""
         kind = pointer.kind.element
         if kind is None:
             raise TypeError("a store to what is no address")
@@ -117,7 +117,7 @@ def _held(data: Tensor, kind: Kind) -> Tensor:
 
 
 def poison(shape: tuple[int, ...], kind: Kind) -> Tensor:
-    """What nobody has written: NaN, or all bits."""
+    """Return values for memory that was never written: NaN, or all bits set."""
     if kind.is_float:
         return torch.full(shape, torch.nan).to(kind.torch)
     if kind.torch is torch.bool:

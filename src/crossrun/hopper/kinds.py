@@ -1,4 +1,4 @@
-"""Types of elements: Gluon's, and how torch holds them on a CPU."""
+"""Kinds of elements: Gluon's dtypes, and the torch dtypes that hold them on a CPU."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from triton.experimental.gluon import language as gl
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
-    """A type of elements.
+    """Type of elements in registers and in memory.
 
     Attributes:
-        dtype: Gluon's.
-        torch: how elements are held; uint16 and uint32 in wider integers.
-        memory: how they lie in memory.
-        bits: of an element; 64 of pointers.
-        is_float: see the name.
-        signed: see the name.
-        element: of pointers, what they point to.
+        dtype: Gluon's name of the type.
+        torch: torch dtype that holds elements; a wider integer for uint16 and uint32.
+        memory: torch dtype of elements in memory.
+        bits: number of bits of an element; 64 for pointers.
+        is_float: True for floating-point types.
+        signed: True for signed types.
+        element: kind that a pointer points to; None for other types.
     """
 
     dtype: Any
@@ -35,22 +35,22 @@ class Kind:
 
     @functools.cached_property
     def mask(self) -> int:
-        """All bits of an element."""
+        """Integer with all bits of an element set."""
         return (1 << self.bits) - 1
 
     @functools.cached_property
     def wide(self) -> bool:
-        """Whether it is a signed integer of 32 or 64 bits, as most scalars are."""
+        """True for signed integers of 32 or 64 bits, as most scalars are."""
         return self.signed and not self.is_float and self.bits >= 32 and self.element is None
 
     @property
     def itemsize(self) -> int:
-        """Bytes in memory."""
+        """Bytes of an element in memory."""
         return self.memory.itemsize
 
     @property
     def widened(self) -> bool:
-        """Whether torch holds elements in a wider type."""
+        """True if torch holds elements in a wider type."""
         return self.torch is not self.memory
 
 
@@ -93,7 +93,7 @@ _POINTERS: dict[str, Kind] = {}
 
 
 def kind_of(dtype: Any) -> Kind:
-    """The kind of Gluon's dtype, of a pointer type, or of a constexpr of one."""
+    """Return the kind of Gluon's dtype, of a pointer type, or of a constexpr with either."""
     dtype = getattr(dtype, "value", dtype)
     if isinstance(dtype, torch.dtype):
         return kind_of_torch(dtype)
@@ -106,14 +106,14 @@ def kind_of(dtype: Any) -> Kind:
 
 
 def kind_of_torch(dtype: torch.dtype) -> Kind:
-    """The kind of what a tensor in memory holds."""
+    """Return the kind of the elements of a tensor in memory."""
     if dtype not in _BY_TORCH:
         raise TypeError(f"a kernel's tensor has dtype {dtype}, of which no kernel has elements")
     return _BY_TORCH[dtype]
 
 
 def pointer_to(element: Kind) -> Kind:
-    """The kind of addresses of elements."""
+    """Return the kind of pointers to elements of a kind."""
     name = element.dtype.name
     if name not in _POINTERS:
         _POINTERS[name] = Kind(
@@ -123,7 +123,7 @@ def pointer_to(element: Kind) -> Kind:
 
 
 def promoted(a: Kind, b: Kind, *, division: bool = False) -> Kind:
-    """What an operation of two kinds computes with, as Triton has it."""
+    """Return the kind in which an operation on two kinds computes, by Triton's rules."""
     if a.element or b.element:
         raise TypeError("an address is added to an integer, or subtracted; nothing else")
     if a.is_float != b.is_float:
@@ -141,7 +141,7 @@ def promoted(a: Kind, b: Kind, *, division: bool = False) -> Kind:
 
 
 def literal_kind(x: bool | int | float) -> Kind:
-    """The kind of a number in a kernel's text."""
+    """Return the kind of a literal number in a kernel's text."""
     if isinstance(x, bool):
         return BOOL
     if isinstance(x, float):

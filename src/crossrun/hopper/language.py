@@ -1,4 +1,4 @@
-"""What stands for ``gluon.language`` while a kernel runs on a CPU."""
+"""Stand-in for ``gluon.language`` while a kernel runs on a CPU."""
 
 from __future__ import annotations
 
@@ -87,36 +87,36 @@ class Language:
     # Programs.
 
     def program_id(self, axis: int = 0) -> Value:
-        """Of this program."""
+        """Return this program's index in a dimension of the grid."""
         return Value(self._machine.program[axis], INT32)
 
     def num_programs(self, axis: int = 0) -> Value:
-        """Of the launch."""
+        """Return the number of programs in a dimension of the grid."""
         return Value(self._machine.grid[axis], INT32)
 
     def num_warps(self, *_: Any) -> int:
-        """Of the partition."""
+        """Return the number of warps of the partition."""
         return self._machine.cta.partition.warps
 
     def warp_specialize(
         self, functions: Sequence[Any], warps: Sequence[int], registers: Any = None
     ) -> None:
-        """A function a partition."""
+        """Run each function in a partition of its own."""
         count = [int(each) for each in warps]
         self._machine.cta.specialise([(each[0], each[1]) for each in functions], count)
 
     def static_range(self, *bounds: Any) -> range:
-        """Unrolled."""
+        """Return the bounds as a range; loops are not unrolled."""
         return range(*(int(bound) for bound in bounds))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Of the partition's threads, which are one here."""
+        """Do nothing: the threads of a partition are one thread here."""
 
     thread_barrier = barrier
     static_print = device_print = assume = barrier
 
     def static_assert(self, condition: Any, message: Any = "") -> None:
-        """When the kernel is compiled."""
+        """Check a condition that a GPU build checks at compile time."""
         assert condition, message
 
     device_assert = static_assert
@@ -124,7 +124,7 @@ class Language:
     # Values.
 
     def to_tensor(self, x: Any) -> Value:
-        """Of a number."""
+        """Make a value of a number."""
         return as_value(x)
 
     def arange(self, start: Any, end: Any, layout: Any = None) -> Value:
@@ -252,7 +252,7 @@ class Language:
     # Reductions.
 
     def sum(self, x: Value, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Value:
-        """Of an axis, or of all elements."""
+        """Sum over an axis, or over all elements."""
         kind = x.kind
         if not kind.is_float and kind.bits < 32:
             kind = INT32
@@ -260,23 +260,23 @@ class Language:
         return _reduced(data.sum(axes, keepdim=keep_dims, dtype=data.dtype), kind)
 
     def max(self, x: Value, axis: int | None = None, **more: Any) -> Value:
-        """The largest; NaN does not count."""
+        """Return the largest element; NaN does not count."""
         return _largest(x, axis, torch.amax, -torch.inf, **more)
 
     def min(self, x: Value, axis: int | None = None, **more: Any) -> Value:
-        """The smallest; NaN does not count."""
+        """Return the smallest element; NaN does not count."""
         return _largest(x, axis, torch.amin, torch.inf, **more)
 
     def reduce_or(self, x: Value, axis: int, **_: Any) -> Value:
-        """Bits that any has."""
+        """Return the bitwise or along an axis."""
         return self.reduce(x, axis, operator.or_)
 
     def xor_sum(self, x: Value, axis: int, **_: Any) -> Value:
-        """Bits that an odd number has."""
+        """Return the bitwise exclusive or along an axis."""
         return self.reduce(x, axis, operator.xor)
 
     def reduce(self, x: Any, axis: int | None, combine: Callable[..., Any], **_: Any) -> Any:
-        """By a function of two, in a tree."""
+        """Reduce by a function of two values, in a tree."""
         several = isinstance(x, tuple)
         values = list(x) if several else [x]
         data = [_axis(each.tensor, axis) for each in values]
@@ -327,40 +327,40 @@ class Language:
         return self._machine.memory.load(pointer, there, rest)
 
     def store(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> None:
-        """To global memory."""
+        """Store to global memory, where ``mask`` is True."""
         there = None if mask is None else as_value(mask)
         self._machine.memory.store(pointer, as_value(x), there)
 
     def atomic_add(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """What was there."""
+        """Add to global memory; return the earlier values."""
         return self._atomic(pointer, x, mask, operator.add)
 
     def atomic_max(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """What was there."""
+        """Store the maximum to global memory; return the earlier values."""
         return self._atomic(pointer, x, mask, self.maximum)
 
     def atomic_min(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """What was there."""
+        """Store the minimum to global memory; return the earlier values."""
         return self._atomic(pointer, x, mask, self.minimum)
 
     def atomic_and(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """What was there."""
+        """Store the bitwise and to global memory; return the earlier values."""
         return self._atomic(pointer, x, mask, operator.and_)
 
     def atomic_or(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """What was there."""
+        """Store the bitwise or to global memory; return the earlier values."""
         return self._atomic(pointer, x, mask, operator.or_)
 
     def atomic_xor(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """What was there."""
+        """Store the exclusive or to global memory; return the earlier values."""
         return self._atomic(pointer, x, mask, operator.xor)
 
     def atomic_xchg(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """What was there."""
+        """Exchange with global memory; return the earlier values."""
         return self._atomic(pointer, x, mask, lambda old, new: new)
 
     def atomic_cas(self, pointer: Value, compared: Any, x: Any, **_: Any) -> Value:
-        """What was there."""
+        """Store x where memory equals ``compared``; return the earlier values."""
         expected = as_value(compared)
         return self._atomic(pointer, x, None, lambda old, new: chosen(old == expected, new, old))
 

@@ -26,11 +26,11 @@ class Machine:
     """A CPU that runs Gluon kernels; see ``crossrun.hopper``.
 
     Attributes:
-        memory: global memory.
-        cta: the CTA that is running.
-        raw: its shared memory that inline PTX declares.
-        program: its place in the grid.
-        grid: programs in each dimension.
+        memory: global memory that kernels access.
+        cta: CTA that is running.
+        raw: shared memory that inline PTX of the running CTA declares.
+        program: index of the running program in the grid.
+        grid: number of programs in each dimension.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Machine:
         num_warps: int = 4,
         replacements: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
-        """A machine.
+        """Make a machine.
 
         Args:
-            seed: of the interleavings; none: a partition goes on until it waits, and copies land
-                when somebody waits for them.
-            num_warps: of kernels; of one that is specialised, of its first partition.
-            replacements: Python functions by the device functions that they stand for.
+            seed: seed of the interleavings. With None, a partition runs until it waits, and copies
+                land when somebody waits for them.
+            num_warps: number of warps of kernels, or of a specialised kernel's first partition.
+            replacements: Python functions to run instead of device functions, by device function.
         """
         self.memory = GlobalMemory()
         self.program: tuple[int, ...] = (0, 0, 0)
@@ -61,7 +61,7 @@ class Machine:
         self.begin((0, 0, 0), "a device function")
 
     def _made_for(self) -> Iterable[tuple[Any, Any]]:
-        """Objects of Gluon, and what stands for them."""
+        """Yield objects of Gluon with their stand-ins."""
         yield gl, self._language
         yield gl.constexpr, Constexpr
         for module in (hopper, ampere):
@@ -85,7 +85,7 @@ class Machine:
     # Translation.
 
     def translated(self, x: Any, name: str = "") -> Any:
-        """What stands for an object that a kernel's text names."""
+        """Return the stand-in of an object that a kernel's text names."""
         for real, made in self._replacements:
             if x is real:
                 return self.translated(made) if _is_device_function(made) else made
@@ -108,7 +108,7 @@ class Machine:
         if id(x) not in self._functions:
             made: list[Any] = []
 
-            # Functions may name each other.
+            # Functions may refer to each other.
             def forward(*args: Any, **kwargs: Any) -> Any:
                 return made[0](*args, **kwargs)
 
@@ -120,7 +120,7 @@ class Machine:
     def _function(
         self, function: Callable[..., Any], *, on_device: bool = True
     ) -> Callable[..., Any]:
-        """The same text, whose names mean what stands for them."""
+        """Rebuild a function from its code, with names that refer to stand-ins."""
         if not isinstance(function, types.FunctionType):
             return function
         names: dict[str, Any] = {
@@ -147,14 +147,14 @@ class Machine:
         return made
 
     def _aggregate(self, aggregate: Any) -> type:
-        """A class of the same fields and methods."""
+        """Make a class with an aggregate's fields and methods."""
         names = list(getattr(aggregate, "__annotations__", {}))
         init = getattr(aggregate.hash_attrs[0], "fn", aggregate.hash_attrs[0])
         members: dict[str, Any] = {}
         for name, member in inspect.getmembers(aggregate):
             if _is_device_function(member) and name != "__init__":
                 members[name] = self._function(member.fn)
-        if init.__closure__:  # made of the fields
+        if init.__closure__:  # a closure over the fields
 
             def fill(made: Any, *args: Any, **kwargs: Any) -> None:
                 for name, each in (*zip(names, args, strict=False), *kwargs.items()):
@@ -168,19 +168,19 @@ class Machine:
     # Running.
 
     def pointer(self, tensor: Tensor) -> Value:
-        """Where a tensor begins, as a kernel's argument."""
+        """Return a pointer to a tensor, as a kernel's argument."""
         return self.memory.pointer(tensor)
 
     def function(self, device_function: Any) -> Callable[..., Any]:
-        """A device function as one of Python, outside of any launch.
+        """Return a device function as a Python function, to call outside a launch.
 
-        Its arguments are what a kernel's are (``argument``), or what others return.
+        Its arguments are those of kernels (see ``argument``), or results of other functions.
         """
         made: Callable[..., Any] = self.translated(device_function)
         return made
 
     def argument(self, x: Any) -> Any:
-        """What a kernel has for an argument: tensors are pointers, numbers values."""
+        """Convert an argument of a launch: tensors become pointers, numbers become values."""
         if isinstance(x, Tensor):
             return self.pointer(x)
         if isinstance(x, bool | int | float):
@@ -194,7 +194,7 @@ class Machine:
         return x
 
     def begin(self, program: tuple[int, ...], name: str) -> Cta:
-        """A program's CTA."""
+        """Begin a program: make its CTA and its shared memory."""
         seed = None if self._seed is None else hash((self._seed, *program)) & 0xFFFFFFFF
         self.program = program
         self.cta = Cta(seed, name, self.num_warps)
@@ -205,18 +205,18 @@ class Machine:
         """Run a kernel's programs, one after the other.
 
         Args:
-            kernel: of ``gluon.jit``.
-            grid: programs, in each of up to three dimensions.
+            kernel: function decorated with ``gluon.jit``.
+            grid: number of programs in each of up to three dimensions.
             args: tensors on the CPU, numbers, descriptors, and constexprs.
-            kwargs: likewise.
+            kwargs: keyword arguments of the same types.
 
         Returns:
-            How many operations on shared memory and barriers there were.
+            Number of operations on shared memory and barriers.
 
         Raises:
-            Deadlock: partitions wait for ever.
-            Hazard: what a kernel does is not ordered, or not allowed.
-            NotModelled: it does what this model does not know.
+            Deadlock: if partitions wait for ever.
+            Hazard: if accesses are not ordered, or an operation is not allowed.
+            NotModelled: if the kernel uses a feature that is not modelled.
         """
         sizes = (grid,) if isinstance(grid, int) else tuple(grid)
         self.grid = (*sizes, 1, 1)[:3]
@@ -247,7 +247,7 @@ def run(
     replacements: Mapping[Any, Callable[..., Any]] | None = None,
     **kwargs: Any,
 ) -> int:
-    """Run a kernel on a CPU; see ``Machine`` and its ``launch``."""
+    """Run a kernel on a CPU once; see ``Machine`` and its ``launch`` for the arguments."""
     machine = Machine(seed=seed, num_warps=num_warps, replacements=replacements)
     return machine.launch(kernel, grid, *args, **kwargs)
 
@@ -264,7 +264,7 @@ def _is_constexpr(parameter: inspect.Parameter) -> bool:
 
 @functools.cache
 def _names(code: types.CodeType) -> frozenset[str]:
-    """All that a function and those within it may ask their module for."""
+    """Collect all names that a function and its inner functions may look up in their module."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return frozenset(code.co_names).union(*map(_names, inner))
 

@@ -1,4 +1,4 @@
-"""What stands for ``gluon.language.nvidia.hopper`` and ``ampere`` while a kernel runs on a CPU."""
+"""Stand-ins for ``gluon.language.nvidia.hopper`` and ``ampere`` while kernels run on a CPU."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from crossrun.hopper.values import Value, as_value
 if TYPE_CHECKING:
     from crossrun.hopper.machine import Machine
 
-# Bytes that a box's innermost coordinate is a multiple of; else an instruction is illegal.
+# Bytes that a box's innermost coordinate must be a multiple of; otherwise TMA faults.
 _TMA_STEP = 16
 
 
 @dataclasses.dataclass
 class Descriptor:
-    """A tensor in global memory and the box that TMA copies of it.
+    """TMA descriptor: a tensor in global memory, and the box that copies move.
 
-    Stands for ``gluon.nvidia.hopper.TensorDescriptor``, which a launch takes as well, but asks
-    nothing of strides and alignment. What lies outside of the tensor reads as zero, and is not
+    Stands in for ``gluon.nvidia.hopper.TensorDescriptor``, which a launch also accepts, but
+    requires nothing of strides and alignment. Elements outside the tensor read as zero and are not
     written.
 
     Attributes:
-        base: the tensor.
-        block_shape: the box.
-        layout: of the box in shared memory; only what the kernel makes of it.
+        base: tensor in global memory.
+        block_shape: shape of the box.
+        layout: layout of the box in shared memory; used by the kernel only.
     """
 
     base: Tensor
@@ -48,18 +48,18 @@ class Descriptor:
 
     @property
     def block_type(self) -> SimpleNamespace:
-        """Of the box."""
+        """Type of the box: its shape and element type."""
         size = kind_of_torch(self.base.dtype).itemsize
         nbytes = torch.Size(self.block_shape).numel() * size
         return SimpleNamespace(shape=list(self.block_shape), nbytes=nbytes)
 
     @property
     def shape(self) -> list[Value]:
-        """Of the tensor."""
+        """Shape of the tensor in global memory."""
         return [as_value(n) for n in self.base.shape]
 
     def _inside(self, at: Sequence[Any]) -> tuple[list[slice], list[slice]]:
-        """Of the tensor, and of the box."""
+        """Return slices of the tensor and of the box that cover the elements inside the tensor."""
         if len(at) != self.base.ndim or len(self.block_shape) != self.base.ndim:
             raise Hazard(f"{len(at)} coordinates of a box of {self.base.ndim} dimensions")
         if int(at[-1]) * self.base.element_size() % _TMA_STEP:
@@ -74,7 +74,7 @@ class Descriptor:
         return here, there
 
     def read(self, at: Sequence[int]) -> Tensor:
-        """A box."""
+        """Read the box at a coordinate; elements outside the tensor are zero."""
         here, there = self._inside(at)
         part = self.base[tuple(here)]
         if list(part.shape) == list(self.block_shape):
@@ -86,7 +86,7 @@ class Descriptor:
         return out.view(part.dtype)
 
     def write(self, at: Sequence[int], box: Tensor) -> None:
-        """What of a box is inside."""
+        """Write the elements of a box that are inside the tensor."""
         here, there = self._inside(at)
         self.base[tuple(here)] = box[tuple(there)]
 
@@ -97,24 +97,24 @@ def _bytes(x: Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """What a matrix instruction will leave, which nobody may look at before a wait."""
+    """Future result of a matrix instruction, which must not be read before a wait."""
 
     value: Value
     number: int
 
     @property
     def type(self) -> Any:
-        """Shape and layout."""
+        """Type of the result: shape and layout."""
         return self.value.type
 
     @property
     def shape(self) -> list[int]:
-        """Sizes."""
+        """Sizes of the result's dimensions."""
         return self.value.shape
 
     @property
     def dtype(self) -> Any:
-        """Of the elements."""
+        """Gluon's type of the elements."""
         return self.value.dtype
 
     def _early(self, *_: Any) -> Any:
@@ -126,7 +126,7 @@ class Accumulator:
 
     @property
     def tensor(self) -> Tensor:
-        """None yet."""
+        """Raise an error: the result does not exist before a wait."""
         found: Tensor = self._early()
         return found
 
@@ -134,7 +134,7 @@ class Accumulator:
 
 
 class Module:
-    """A module of Gluon, some of whose functions have stand-ins."""
+    """Module of Gluon in which some functions are replaced by stand-ins."""
 
     def __init__(self, machine: Machine, real: Any) -> None:
         self._machine = machine
@@ -149,45 +149,45 @@ class Module:
 
 
 class MBarrier(Module):
-    """``mbarrier``."""
+    """Stand-ins for the module ``mbarrier``."""
 
     def allocate_mbarrier(self, batch: int = 1, **_: Any) -> Barriers:
-        """Barriers that are to be initialised."""
+        """Allocate barriers, which must be initialised before use."""
         self._machine.cta.barriers += 1
         return Barriers.allocate([int(batch)], self._machine.cta.barriers)
 
     def init(self, barrier: Barriers, count: Any) -> None:
-        """Await ``count`` arrivals a phase."""
+        """Set the number of arrivals in each phase."""
         barrier.one.init(int(count))
 
     def invalidate(self, barrier: Barriers) -> None:
-        """No more waits."""
+        """Invalidate a barrier, which nobody may wait for afterwards."""
         barrier.one.count = 0
 
     def expect(self, barrier: Barriers, size: Any, pred: Any = True) -> None:
-        """One arrival, and bytes that are to land as well."""
+        """Arrive once, and expect ``size`` more bytes in this phase."""
         if pred:
             self._machine.cta.arrive(barrier.one, 1, int(size))
 
     def arrive(self, barrier: Barriers, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
-        """Of the partition, ``count`` times."""
+        """Arrive ``count`` times for the partition."""
         if pred:
             self._machine.cta.arrive(barrier.one, int(count))
 
     def wait(self, barrier: Barriers, phase: Any, pred: Any = True, deps: Any = ()) -> None:
-        """Until the phase of a parity is over."""
+        """Wait until the phase of a parity is over."""
         if pred:
             self._machine.cta.wait_barrier(barrier.one, int(phase))
 
 
 class Tma(Module):
-    """``tma``."""
+    """Stand-ins for the module ``tma``."""
 
     def async_copy_global_to_shared(
         self, desc: Any, coord: Sequence[Any], barrier: Barriers, result: Shared,
         pred: Any = True, multicast: Any = False, **_: Any,
     ) -> None:  # fmt: skip
-        """A box, whose bytes a barrier counts."""
+        """Start a copy of a box to shared memory, whose bytes a barrier counts."""
         if multicast:
             raise NotModelled("multicast of several CTAs")
         if not pred:
@@ -202,7 +202,7 @@ class Tma(Module):
     def async_copy_shared_to_global(
         self, desc: Any, coord: Sequence[Any], src: Shared, **_: Any
     ) -> None:
-        """A box."""
+        """Start a copy of a box from shared memory."""
         box = _descriptor(desc)
         at = [int(each) for each in coord]
         _same(box, src)
@@ -211,7 +211,7 @@ class Tma(Module):
     async_store = async_copy_shared_to_global
 
     def store_wait(self, pendings: Any = 0, **_: Any) -> None:
-        """Until all boxes but the last ones have been read."""
+        """Wait until all boxes have been read, except the last ``pendings``."""
         self._machine.cta.wait_stores(int(pendings))
 
 
@@ -230,12 +230,12 @@ def _same(box: Descriptor, shared: Shared) -> None:
 
 
 class AsyncCopy(Module):
-    """``async_copy``."""
+    """Stand-ins for the module ``async_copy``."""
 
     def async_copy_global_to_shared(
         self, smem: Shared, pointer: Value, mask: Any = None, **_: Any
     ) -> None:
-        """Elements; zeros where a mask hides them."""
+        """Start a copy of elements; masked elements are zeros."""
         there = None if mask is None else as_value(mask)
         value = self._machine.memory.load(pointer, there, as_value(0))
         if value.shape != smem.shape or value.kind.dtype != smem.dtype:
@@ -245,20 +245,20 @@ class AsyncCopy(Module):
     async_load = async_copy_global_to_shared
 
     def commit_group(self) -> None:
-        """The copies so far."""
+        """End a group of the copies so far."""
         self._machine.cta.commit()
 
     def wait_group(self, num_outstanding: Any = 0) -> None:
-        """Until all groups but the last ones have landed."""
+        """Wait until all groups have landed, except the last ``num_outstanding``."""
         self._machine.cta.wait_groups(int(num_outstanding))
 
     def mbarrier_arrive(self, barrier: Barriers, increment_count: Any = True) -> None:
-        """Of every thread, when its copies have landed."""
+        """Arrive for every thread when its copies have landed."""
         self._machine.cta.arrive_after_copies(barrier.one, counted=bool(increment_count))
 
 
 class Hopper(Module):
-    """Functions of ``hopper`` and ``ampere``."""
+    """Stand-ins for the functions of ``hopper`` and ``ampere``."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine, hopper)
@@ -267,18 +267,18 @@ class Hopper(Module):
         self.async_copy = AsyncCopy(machine, hopper.async_copy)
 
     def fence_async_shared(self, cluster: bool = False) -> None:
-        """What threads have done with shared memory comes before what TMA will."""
+        """Order the threads' accesses to shared memory before those of TMA and WGMMA."""
         self._machine.cta.fence()
 
     def warpgroup_mma_init(self, value: Value) -> Value:
-        """An accumulator."""
+        """Make an accumulator with a value."""
         return value
 
     def warpgroup_mma(
         self, a: Any, b: Shared, acc: Any, *, use_acc: Any = True, precision: Any = None,
         max_num_imprecise_acc: Any = None, is_async: Any = False,
     ) -> Any:  # fmt: skip
-        """A product, which reads shared memory until it has been waited for."""
+        """Start a product, which reads shared memory until it has been waited for."""
         number = self._machine.cta.multiply(*(x for x in (a, b) if isinstance(x, Shared)))
         before = acc.value if isinstance(acc, Accumulator) else acc
         product = _product(a, b)
@@ -291,7 +291,7 @@ class Hopper(Module):
         return result
 
     def warpgroup_mma_wait(self, num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> Any:
-        """Accumulators of all products but the last ones."""
+        """Wait for all products except the last ones, and return the accumulators."""
         cta = self._machine.cta
         cta.wait_products(int(num_outstanding))
         done = cta.partition.products[1]
@@ -302,7 +302,7 @@ class Hopper(Module):
         return found[0] if len(found) == 1 else tuple(found)
 
     def mma_v2(self, a: Value, b: Value, acc: Value, *_: Any, **__: Any) -> Value:
-        """A product of registers."""
+        """Multiply operands in registers."""
         return Value(_product(a, b) + acc.tensor, acc.kind)
 
 

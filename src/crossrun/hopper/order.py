@@ -1,9 +1,9 @@
-"""What is ordered before what: clocks of partitions and asynchronous operations.
+"""Order of operations: clocks of partitions and of asynchronous operations.
 
-An actor is a partition, or the operations of one kind that a partition has under way, or the
-copies that a barrier counts. What an actor does has a time of its own; a clock says up to which
-time of every actor something is known to be done. Waits join clocks; an access is ordered after
-another if its partition's clock has reached that one's time.
+An actor is a partition, the operations of one kind that a partition has in flight, or the copies
+that a barrier counts. Each actor's operations have times of its own; a clock says, for every actor,
+up to which time operations are known to be complete. Waits join clocks. An access is ordered after
+another if its partition's clock has reached the other's time.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ Times = dict[Actor, int]
 
 @dataclasses.dataclass
 class Clock:
-    """What is known to be done.
+    """Operations that are known to be complete.
 
     Attributes:
-        known: of every actor, the time up to which.
-        fenced: likewise, what a fence since then has made visible to the other proxy: TMA and
-            matrix instructions read and write shared memory by the asynchronous proxy, threads by
-            the generic one.
+        known: time up to which each actor's operations are known to be complete.
+        fenced: time up to which a fence has made them visible to the other proxy. TMA and matrix
+            instructions access shared memory by the asynchronous proxy, threads by the generic one.
     """
 
     known: Times = dataclasses.field(default_factory=dict)
     fenced: Times = dataclasses.field(default_factory=dict)
 
     def copy(self) -> Clock:
-        """Another one of the same times."""
+        """Return a copy with the same times."""
         return Clock(dict(self.known), dict(self.fenced))
 
     def join(self, other: Clock) -> None:
-        """What either knows."""
+        """Add everything that another clock knows."""
         _join(self.known, other.known)
         _join(self.fenced, other.fenced)
 
     def fence(self) -> None:
-        """What is known is visible to both proxies."""
+        """Make everything that is known visible to both proxies."""
         self.fenced = dict(self.known)
 
 
@@ -51,13 +50,13 @@ def _join(into: Times, other: Times) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """A read or a write of shared memory.
+    """One read or write of shared memory.
 
     Attributes:
-        actor: who.
-        time: of the actor's.
-        generic: by threads, not by TMA or a matrix instruction.
-        who: for messages.
+        actor: actor that makes the access.
+        time: time of the access among the actor's.
+        generic: True for threads, False for TMA and matrix instructions.
+        who: name of the actor for error messages.
     """
 
     actor: Actor
@@ -66,7 +65,7 @@ class Access:
     who: str
 
     def before(self, clock: Clock, *, generic: bool) -> str:
-        """Why an access that knows ``clock`` may not follow this one; nothing if it may."""
+        """Return why an access with ``clock`` may not follow this one; "" if it may."""
         if clock.known.get(self.actor, 0) < self.time:
             return "nothing orders it after"
         if self.generic and not generic and clock.fenced.get(self.actor, 0) < self.time:

@@ -110,7 +110,7 @@ def _pairs_of_codes() -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """As a register of integers."""
+    """Return the bits as integers of a register."""
     if x.dtype == torch.float32:
         return x.view(torch.int32)
     if x.dtype == torch.bool:
@@ -224,13 +224,13 @@ class _Run:
         return [each.strip() for each in operand.strip("{} ").split(",")]
 
     def address(self, operand: str) -> Tensor:
-        """Of [name] or [name + offset]."""
+        """Return the addresses of an operand [name] or [name + offset], one for each lane."""
         base, _, offset = operand.strip("[] ").partition("+")
         at = self.get(base.strip()).to(torch.int64)
         return (at + int(offset or 0)).expand(self.lanes)
 
     def chosen(self, x: Tensor) -> Tensor:
-        """Of the lanes that do something."""
+        """Return the elements of the lanes that are active."""
         x = x.expand(self.lanes)
         return x if self.active is None else x[self.active]
 
@@ -501,7 +501,7 @@ class RawShared:
         self._barriers: dict[int, Barrier] = {}
 
     def reserve(self, name: str, size: int) -> int:
-        """Where a declared array begins."""
+        """Return the address of a declared array, which is reserved at first use."""
         if name not in self._places:
             self._places[name] = 4 * len(self._words)
             count = -(-size // 1024) * 256
@@ -592,7 +592,7 @@ def _together(arguments: Sequence[Any]) -> tuple[list[Tensor], tuple[int, ...], 
 
 
 def _registers(kind: Kind, pack: int) -> int:
-    """How many registers a lane has of a value: elements below 32 bits share one if packed."""
+    """Return a lane's number of registers for a value: packed elements below 32 bits share one."""
     return max(pack * kind.bits // 32, 1) if kind.bits < 32 and pack > 1 else pack
 
 

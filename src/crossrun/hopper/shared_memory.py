@@ -1,4 +1,4 @@
-"""Shared memory: bytes, views of them, and which accesses are ordered."""
+"""Shared memory: bytes, views of them, and checks that accesses are ordered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Place = tuple[Any, ...]
 
 
 class Allocation:
-    """Bytes, and the last accesses to every part of them that a kernel has a view of."""
+    """Bytes, with the last accesses to every part that a kernel has a view of."""
 
     def __init__(self, size: int, name: str) -> None:
         self.bytes = torch.full((size,), 0xFF, dtype=torch.uint8)
@@ -33,7 +33,7 @@ class Allocation:
         self._reads: dict[Place, dict[Actor, Access]] = {}
 
     def place(self, view: Tensor) -> Place:
-        """A name for the bytes of a view."""
+        """Return a key for the bytes of a view."""
         size = view.element_size()
         place = (view.storage_offset() * size, size, tuple(view.shape), view.stride())
         if place not in self._covered:
@@ -50,7 +50,7 @@ class Allocation:
         return place
 
     def reads(self, place: Place, clock: Clock, access: Access) -> None:
-        """Note a read; what has been written must be ordered before it."""
+        """Record a read; earlier writes must be ordered before it."""
         for other in self._overlapping[place]:
             written = self._writes.get(other)
             if written is not None:
@@ -58,7 +58,7 @@ class Allocation:
         self._reads.setdefault(place, {})[access.actor] = access
 
     def writes(self, place: Place, clock: Clock, access: Access) -> None:
-        """Note a write; all accesses before must be ordered before it."""
+        """Record a write; all earlier accesses must be ordered before it."""
         for other in self._overlapping[place]:
             written = self._writes.get(other)
             if written is not None:
@@ -75,10 +75,11 @@ class Allocation:
 
 
 class Shared:
-    """A view of shared memory, as a kernel has it.
+    """View of shared memory, as a kernel has it.
 
-    ``view`` has the dimensions of the shape, but the last in two: tiles of the layout, whose rows
-    are as wide as its swizzle, and what is in a row. ``order`` permutes the dimensions.
+    ``view`` has the dimensions of the shape, but the last one split in two: tiles of the layout,
+    whose rows are as wide as its swizzle, and positions within a row. ``order`` permutes the
+    dimensions.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Shared:
 
     @classmethod
     def allocate(cls, cta: Cta, kind: Kind, shape: Sequence[int], layout: Any) -> Shared:
-        """New memory, in which every bit is one."""
+        """Allocate memory with every bit set."""
         name = f"{kind.dtype} {list(shape)}"
         allocation = Allocation(math.prod(shape) * kind.itemsize, name)
         return cls._of(cta, allocation, allocation.bytes, kind, shape, layout)
@@ -134,7 +135,7 @@ class Shared:
 
     @property
     def shape(self) -> list[int]:
-        """Sizes, as the kernel sees them."""
+        """Sizes of the dimensions, as the kernel sees them."""
         *above, tiles, row = self._view.shape
         shape = [*above, tiles * row]
         return shape if self._order is None else [shape[axis] for axis in self._order]
@@ -146,22 +147,22 @@ class Shared:
 
     @property
     def rank(self) -> int:
-        """How many dimensions."""
+        """Number of dimensions of the view."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements of the view."""
         return self._view.numel()
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """Number of bytes of the view."""
         return self._view.numel() * self._kind.itemsize
 
     @property
     def type(self) -> Type:
-        """Shape and elements' type."""
+        """Type of the view: shape and element type."""
         return Type(Value(self._view, self._kind))
 
     def _like(self, view: Tensor) -> Shared:
@@ -172,7 +173,7 @@ class Shared:
             raise Hazard(f"{what} of a permuted view is not modelled")
 
     def index(self, i: Any) -> Shared:
-        """One of the first dimension."""
+        """Return the view of one index of the first dimension."""
         self._straight("an index")
         number = int(i)
         if not 0 <= number < len(self._view):
@@ -180,7 +181,7 @@ class Shared:
         return self._like(self._view[number])
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
-        """Some of one dimension."""
+        """Return the view of a range of one dimension."""
         self._straight("a slice")
         first, count, row = int(start), int(length), self._view.shape[-1]
         if not 0 <= first <= first + count <= self.shape[dim]:
@@ -194,14 +195,14 @@ class Shared:
         return self._like(self._view.narrow(-2, first // row, count // row))
 
     def permute(self, order: Sequence[int]) -> Shared:
-        """The same memory with dimensions in another order."""
+        """Return a view with dimensions in another order."""
         now = self._order or tuple(range(self._view.ndim - 1))
         made = self._like(self._view)
         made._order = tuple(now[axis] for axis in order)
         return made
 
     def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
-        """The same bytes as another type and shape."""
+        """Return a view of the same bytes with another type and shape."""
         self._straight("another type")
         at = self._view.storage_offset() * self._kind.itemsize
         memory = self._allocation.bytes[at : at + self.nbytes]
@@ -210,7 +211,7 @@ class Shared:
     _reinterpret = reinterpret  # its name in Triton 3.6
 
     def load(self, layout: Any = None) -> Value:
-        """By the threads of the partition."""
+        """Load the view by the partition's threads."""
         self._cta.touch(self, writes=False)
         data = self.contents()
         if self._kind.widened:
@@ -218,7 +219,7 @@ class Shared:
         return Value(data, self._kind)
 
     def store(self, x: Value) -> None:
-        """By the threads of the partition."""
+        """Store to the view by the partition's threads."""
         if x.shape != self.shape:
             raise Hazard(f"{x.shape} is stored to {self.shape} of {self._allocation.name}")
         if x.kind is not self._kind:
@@ -226,42 +227,42 @@ class Shared:
         self._cta.touch(self, writes=True)
         self.fill(x.tensor)
 
-    # What the machine does, at the times that it has ordered.
+    # Operations of the machine, at the times that it has ordered.
 
     def contents(self) -> Tensor:
-        """A copy."""
+        """Return a copy of the contents."""
         data = self._view.flatten(-2)
         if self._order is not None:
             data = data.permute(self._order)
         return data.clone(memory_format=torch.contiguous_format)
 
     def fill(self, data: Tensor) -> None:
-        """Write, as a tensor of memory's type or the one that torch holds."""
+        """Write a tensor of the memory's dtype, or of the one in which torch holds elements."""
         if self._order is not None:
             inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
             data = data.permute(inverse)
         self._view.copy_(data.to(self._kind.memory).reshape(self._view.shape))
 
     def reads(self, clock: Clock, access: Access) -> None:
-        """Note a read."""
+        """Record a read of the view."""
         self._allocation.reads(self.place, clock, access)
 
     def writes(self, clock: Clock, access: Access) -> None:
-        """Note a write."""
+        """Record a write to the view."""
         self._allocation.writes(self.place, clock, access)
 
 
 class Barrier:
-    """An mbarrier: arrivals and bytes still expected in the current phase."""
+    """State of one mbarrier: arrivals and bytes still expected in the current phase."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = self.pending = self.bytes = self.phase = 0
-        self.clock = Clock()  # of those who have completed phases
+        self.clock = Clock()  # joined from those who complete phases
         self._arriving = Clock()
 
     def init(self, count: int) -> None:
-        """Await ``count`` arrivals a phase."""
+        """Set the number of arrivals in each phase."""
         if count < 1:
             raise Hazard(f"{self.name} is to await {count} arrivals")
         self.count = self.pending = count
@@ -272,7 +273,7 @@ class Barrier:
             raise Hazard(f"{self.name} is used before it is initialised")
 
     def arrive(self, clock: Clock, count: int = 1, size: int = 0) -> None:
-        """``size``: bytes that are to land as well before the phase is over."""
+        """Arrive ``count`` times; ``size`` more bytes must land before the phase is over."""
         self._live()
         if count > self.pending:
             raise Hazard(f"{count} arrivals at {self.name}, which awaits {self.pending}")
@@ -282,12 +283,12 @@ class Barrier:
         self._advance()
 
     def expect_more(self, count: int) -> None:
-        """Await ``count`` more arrivals in this phase."""
+        """Expect ``count`` more arrivals in this phase."""
         self._live()
         self.pending += count
 
     def land(self, size: int) -> None:
-        """Bytes have landed, which may be before they are expected."""
+        """Count bytes that have landed, possibly before they are expected."""
         self._live()
         self.bytes -= size
         self._advance()
@@ -297,10 +298,10 @@ class Barrier:
             self.phase += 1
             self.pending = self.count
             self.clock.join(self._arriving)
-            self.clock.known[self] = self.phase  # the copies that it counts
+            self.clock.known[self] = self.phase  # copies that the barrier counts
 
     def done(self, parity: int) -> bool:
-        """Whether the phase of a parity is over."""
+        """Return True if the phase of a parity is over."""
         return (self.phase & 1) != parity
 
     def __str__(self) -> str:
@@ -311,21 +312,21 @@ class Barrier:
 
 
 class Barriers:
-    """Shared memory of mbarriers."""
+    """Array of mbarriers in shared memory."""
 
     def __init__(self, each: Sequence[Barrier]) -> None:
         self._each = each
 
     @classmethod
     def allocate(cls, shape: Sequence[int], number: int) -> Barriers:
-        """New ones, which are to be initialised."""
+        """Allocate barriers, which must be initialised before use."""
         name = f"mbarrier {number}"
         count = shape[0] if shape else 1
         names = [f"{name}[{i}]" for i in range(count)] if count > 1 else [name]
         return cls([Barrier(each) for each in names])
 
     def index(self, i: Any) -> Barriers:
-        """One of them."""
+        """Return one barrier of the array."""
         number = int(i)
         if not 0 <= number < len(self._each):
             raise Hazard(f"barrier {number} of {len(self._each)}")
@@ -333,7 +334,7 @@ class Barriers:
 
     @property
     def one(self) -> Barrier:
-        """The barrier, if it is one."""
+        """Return the only barrier; an array of several is an error."""
         if len(self._each) != 1:
             raise Hazard(f"{len(self._each)} barriers where one is taken")
         return self._each[0]

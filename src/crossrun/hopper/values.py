@@ -1,6 +1,6 @@
-"""Tensors of a kernel: numbers, or torch tensors, with Triton's arithmetic.
+"""Values of a kernel: numbers or torch tensors, with Triton's arithmetic.
 
-Layouts are not modelled: a tensor's layout is one object that stands for all.
+Layouts are not modelled: one object stands in for all layouts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Data = bool | int | Tensor
 
 
 class Layout:
-    """Stands for every layout of registers."""
+    """Stand-in for every layout of registers."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Layout:
-        """Parameters of a layout do not matter."""
+        """Return the same layout, since parameters do not matter."""
         """Itself."""
         return self
 
@@ -47,7 +47,7 @@ ANY_LAYOUT = Layout()
 
 
 class Type:
-    """What a kernel asks ``x.type`` for."""
+    """Result of ``x.type`` in a kernel."""
 
     layout = ANY_LAYOUT
 
@@ -57,11 +57,11 @@ class Type:
 
 
 class Value:
-    """A tensor of a kernel, or a scalar.
+    """Tensor or scalar of a kernel.
 
     Attributes:
-        data: a torch tensor; of scalar integers a number of Python.
-        kind: of its elements.
+        data: torch tensor, or a Python number for scalar integers.
+        kind: kind of the elements.
     """
 
     __slots__ = ("data", "kind")
@@ -81,38 +81,38 @@ class Value:
 
     @property
     def shape(self) -> list[int]:
-        """Sizes; none of a scalar."""
+        """Sizes of the dimensions; () for a scalar."""
         return list(self.data.shape) if isinstance(self.data, Tensor) else []
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements of the value."""
         return math.prod(self.shape)
 
     @property
     def type(self) -> Type:
-        """Shape, elements' type and layout."""
+        """Type of the value: shape, element type and layout."""
         return Type(self)
 
     @property
     def tensor(self) -> Tensor:
-        """As a torch tensor."""
+        """Elements as a torch tensor."""
         data = self.data
         return data if isinstance(data, Tensor) else torch.tensor(data, dtype=self.kind.torch)
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
-        """Another type's value, or another type's meaning of the same bits."""
+        """Convert to another type, or with ``bitcast`` reinterpret the bits."""
         kind = kind_of(dtype)
         if kind is self.kind:
             return self
         return self.bits_as(kind) if bitcast and not kind.element else self.cast(kind)
 
     def cast(self, kind: Kind) -> Value:
-        """The same number in another kind, as nearly as it has one."""
+        """Convert to the nearest number of another kind."""
         return Value(_cast(self.data, self.kind, kind), kind)
 
     def bits_as(self, kind: Kind) -> Value:
-        """The same bits as another kind."""
+        """Reinterpret the bits as another kind."""
         if kind.bits != self.kind.bits:
             raise TypeError(f"a bitcast from {self.dtype} to {kind.dtype}, which differ in size")
         data = self.tensor
@@ -244,16 +244,16 @@ class Value:
         return _compared(self, other, operator.ne)
 
     def logical_and(self, other: Any) -> Value:
-        """Of truth values."""
+        """Return the logical and of truth values."""
         return (self != 0) & (as_value(other) != 0)
 
     def logical_or(self, other: Any) -> Value:
-        """Of truth values."""
+        """Return the logical or of truth values."""
         return (self != 0) | (as_value(other) != 0)
 
 
 def as_value(x: Any, like: Kind | None = None) -> Value:
-    """A value of a number or a torch tensor; numbers become ``like`` where that can be."""
+    """Make a value of a number or a torch tensor; numbers get the kind ``like`` where possible."""
     if isinstance(x, Value):
         return x
     if isinstance(x, Tensor):
@@ -281,7 +281,7 @@ def _wrap_int(x: int, kind: Kind) -> int:
 
 
 def _wrapped(data: Any, kind: Kind) -> Value:
-    """A result that may have left its kind."""
+    """Make a value of a result that may exceed its kind's range, by wrapping it."""
     if isinstance(data, Tensor):
         if kind.widened:
             data = data & kind.mask
@@ -308,14 +308,14 @@ def _cast(data: Data, old: Kind, new: Kind) -> Data:
 
 
 def saturated_e4m3(x: Tensor) -> Tensor:
-    """The nearest code; beyond 448 it is 448, as the hardware has it, and NaN is one code."""
+    """Round to e4m3 codes, to nearest; beyond 448 saturates as in hardware; NaN is one code."""
     codes = x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
     bits = torch.where(x.isnan(), 0x7F, codes.view(torch.uint8))
     return bits.view(torch.float8_e4m3fn)
 
 
 def pair(a: Value, b: Any, *, division: bool = False) -> tuple[Any, Any, Kind]:
-    """Data of both in what they compute with; ``b`` may be a number."""
+    """Return both operands' data in the kind they compute in; ``b`` may be a number."""
     kind = a.kind
     if type(b) is int and kind.wide and -(2**31) <= b < 2**31:
         return a.data, b, kind
@@ -323,7 +323,7 @@ def pair(a: Value, b: Any, *, division: bool = False) -> tuple[Any, Any, Kind]:
         if b.kind is kind and not (division and kind.is_float):
             return a.data, b.data, kind
         if kind.element is not None or b.kind.element is not None:
-            kind = INT64  # of which only comparisons and differences make sense
+            kind = INT64  # only comparisons and differences make sense
         else:
             kind = promoted(kind, b.kind, division=division)
         return _cast(a.data, a.kind, kind), _cast(b.data, b.kind, kind), kind
@@ -340,7 +340,7 @@ def pair(a: Value, b: Any, *, division: bool = False) -> tuple[Any, Any, Kind]:
     if kind is BOOL or not -(kind.mask >> 1) - 1 <= b <= kind.mask:
         wide = promoted(kind, literal_kind(b)) if kind is not BOOL else literal_kind(b)
         return _cast(a.data, kind, wide), b, wide
-    # A number that the kind has as bits alone becomes what it is there.
+    # A number that only fits the kind's bits becomes the number that these bits represent.
     return a.data, (_wrap_int(b, kind) if kind.element is None else b), kind
 
 
@@ -363,7 +363,7 @@ def _compared(a: Value, b: Any, function: Callable[[Any, Any], Any]) -> Value:
 
 
 def _moved(pointer: Value, offset: Any, function: Callable[[Any, Any], Any]) -> Value:
-    """An address some elements on."""
+    """Move a pointer by a number of elements."""
     assert pointer.kind.element is not None
     offset = as_value(offset, INT64)
     if offset.kind.is_float or offset.kind.element is not None:
@@ -378,7 +378,7 @@ def _moved(pointer: Value, offset: Any, function: Callable[[Any, Any], Any]) -> 
 
 
 def _divided(x: Any, y: Any) -> Any:
-    """Rounded towards zero; what is divided by zero is anything."""
+    """Divide, rounding towards zero; division by zero gives an arbitrary number."""
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         y = torch.where(y == 0, 1, y) if isinstance(y, Tensor) else y or 1
         x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=y.dtype)
@@ -389,7 +389,7 @@ def _divided(x: Any, y: Any) -> Any:
 
 
 def _remainder(x: Any, y: Any) -> Any:
-    """With the dividend's sign."""
+    """Return the remainder with the dividend's sign."""
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         if isinstance(y, Tensor) and not y.is_floating_point():
             y = torch.where(y == 0, 1, y)
@@ -410,7 +410,7 @@ def _quotient(a: Value, b: Any) -> Value:
 
 
 def chosen(condition: Any, a: Any, b: Any) -> Value:
-    """``gl.where``."""
+    """Select elements of a or b by a condition, as ``gl.where`` does."""
     condition = as_value(condition)
     if (
         isinstance(a, Value)
@@ -443,6 +443,6 @@ def chosen(condition: Any, a: Any, b: Any) -> Value:
 
 
 def broadcast(values: Sequence[Value]) -> list[Value]:
-    """All in one shape."""
+    """Broadcast all values to one shape."""
     tensors = torch.broadcast_tensors(*(each.tensor for each in values))
     return [Value(data, each.kind) for data, each in zip(tensors, values, strict=True)]

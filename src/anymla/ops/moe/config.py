@@ -81,8 +81,8 @@ _SM90_CONFIGS = (
         ),
         (Sm90Config(8, 64, 512, 3, 3, 4, 8), Sm90Config(8, 64, 256, 3, 4, 4, 8)),
     ),
-    # Measured with 32 tokens. V4-Pro's configs only fit with one CTA of 128 rows; alone they are 3
-    # % slower than Triton's, but a layer is 3 to 6 % faster, since Triton's do not use PDL. Times
+    # Measured with 32 tokens. V4-Pro's configs only fit with one CTA of 128 rows; alone they are
+    # 3 % slower than Triton's, but a layer is 3 to 6 % faster, since Triton's do not use PDL. Times
     # in us of blocks of 16, blocks of 32, and Triton. V4-Flash, 256 experts: 12 pairs an expert
     # 1,194, 1,528, 1,328; 18 pairs 1,720, 1,520, 1,812. 32 experts: 12 pairs 158, 201, 178; 18
     # pairs 231, 205, 262. V4-Pro, 48 experts: 16 pairs 759, none, 911.
