@@ -13,8 +13,7 @@ from anymla.ops.norm_rope import rope
 
 
 def inserting(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that stores a stage's context: ours for anymla's layers, else
-    ``theirs``."""
+    """Return a function that stores a stage's context, anymla's for its own layers."""
 
     def insert(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         ours = isinstance(attn, AnymlaAttention)
