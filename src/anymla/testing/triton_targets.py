@@ -1,4 +1,4 @@
-"""Targets as Triton names them, on a machine without such a device."""
+"""Triton's names of targets, on a machine without such a device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from anymla.ops.device import Target
 
 @functools.cache
 def backend_problem(backend: str) -> str:
-    """Why the installed Triton cannot compile for "cuda", "hip" or "xpu"; "" if it can.
+    """Return why the installed Triton cannot compile for "cuda", "hip" or "xpu"; "" if it can.
 
-    Read from its folders, so that nothing is imported.
+    Triton's folders are read, so nothing is imported.
     """
     found = importlib.util.find_spec("triton")
     if found is None or found.origin is None:
@@ -29,7 +29,7 @@ def backend_problem(backend: str) -> str:
 
 @contextlib.contextmanager
 def triton_target(target: Target) -> Iterator[Any]:
-    """Triton's ``GPUTarget``, for which it compiles inside."""
+    """Yield Triton's ``GPUTarget``; compilations inside the block are for it."""
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
 
@@ -37,8 +37,8 @@ def triton_target(target: Target) -> Iterator[Any]:
         architecture: Any = target.name if target.backend == "hip" else int(target.name[3:])
         yield GPUTarget(target.backend, architecture, target.warp_size)
         return
-    # The compiler asks a device what it is by a program of C++ that it builds for that. Here it is
-    # told that the device is none of those whose properties it knows, and takes these.
+    # The compiler identifies a device by a C++ program that it builds for the purpose. Here it gets
+    # an unknown device and takes the given properties.
     unknown = mock.Mock(parse_device_arch=lambda architecture: "")
     compiler = backends["intel"].compiler.__init__.__globals__
     with mock.patch.dict(compiler, compile_module_from_src=lambda *given, **named: unknown):
@@ -46,7 +46,7 @@ def triton_target(target: Target) -> Iterator[Any]:
 
 
 def xpu_properties(target: Target) -> dict[str, Any]:
-    """As ``ocloc query CL_DEVICE_EXTENSIONS`` has them, and vendor's facts of sub-groups."""
+    """Return properties as in ``ocloc query CL_DEVICE_EXTENSIONS``, and sub-group sizes."""
     arc_a = target.name == "xpu_dg2"
     return {
         "name": target.name,
