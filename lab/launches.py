@@ -1,9 +1,8 @@
 """Builds for everything that launchers launch, found without running a kernel or having a GPU.
 
-Inside ``recorded_launches`` operations are called with tensors on the meta device, which stands for
-a device of the target, or with CPU tensors; each launch is noted as what Triton would look its
-compiled code up by. Kernels do not run, so results are garbage, which whoever uses this must not
-let decide anything.
+Inside ``recorded_launches`` operations are called with tensors on the meta device, which represents
+a device of the target, or with CPU tensors; each launch is recorded under the key by which Triton
+looks its compiled code up. Kernels do not run, so results are garbage and must not decide anything.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Launches:
     """
 
     def __init__(self, target: Target) -> None:
-        """None yet, on ``target``."""
+        """Start without launches, on ``target``."""
         from triton.compiler import make_backend
 
         with triton_target(target) as described:
@@ -53,7 +52,7 @@ class Launches:
         self.builds: dict[Key, Build] = {}
 
     def note(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note a launch, whose arguments by name are among ``options``."""
+        """Record a launch, whose arguments by name are among ``options``."""
         function, bind = self._binder(kernel)
         bound, specialisation, rest = bind(*args, **options)
         key = (kernel.fn, str(specialisation), str(rest))
@@ -80,8 +79,8 @@ class Launches:
             {name: bound[name] for name, kind in kinds.items() if kind == "constexpr"},
             num_warps=parsed.num_warps,
             num_stages=options.get("num_stages"),
-            # Pointers are taken to be aligned. Not noted: AMD's kernels have a hint where a tensor
-            # is below 2 GiB, which caches are not.
+            # Pointers are assumed to be aligned. One hint is left out: AMD's kernels have one if a
+            # tensor is below 2 GiB, which caches are not.
             divisible=tuple(
                 name
                 for name, kind in kinds.items()
@@ -96,7 +95,7 @@ class Launches:
         if kernel.fn not in self._binders:
             from triton.runtime.jit import JITFunction, create_function_from_signature
 
-            # An interpreted kernel has no signature; its function has that of a compiled one.
+            # An interpreted kernel has no signature; its function has that of the compiled kernel.
             function = kernel if isinstance(kernel, JITFunction) else _compiled_form(kernel)
             self._binders[kernel.fn] = (
                 function,
@@ -113,11 +112,11 @@ def _compiled_form(kernel: Any) -> Any:
 
 @contextlib.contextmanager
 def recorded_launches(target: Target, *, run: str = "") -> Iterator[Launches]:
-    """Note launches inside, as on a device of ``target``.
+    """Record launches inside the block, as on a device of ``target``.
 
     Args:
-        target: with its number of SMs.
-        run: interpreted kernels whose module begins with this run as well.
+        target: target with its number of SMs.
+        run: prefix of modules whose interpreted kernels run as well.
     """
     launches = Launches(target)
     kind = _kernel_type()
@@ -134,7 +133,7 @@ def recorded_launches(target: Target, *, run: str = "") -> Iterator[Launches]:
 
 @contextlib.contextmanager
 def pretended_device(target: Target) -> Iterator[None]:
-    """Inside, the meta device is one of ``target``, or the CPU for interpreted kernels."""
+    """Make the meta device one of ``target``, or the CPU for interpreted kernels."""
     with contextlib.ExitStack() as patches:
         _import_kernels()
         _answer(patches, "target_of", target)
@@ -144,7 +143,7 @@ def pretended_device(target: Target) -> Iterator[None]:
             graphs = {"is_current_stream_capturing": False, "synchronize": None}
             for name, answer in graphs.items():
                 patches.enter_context(mock.patch.object(torch.cuda, name, _always(answer)))
-        # What has been kept about a device is not of the target, nor the other way round.
+        # Cached facts about a device are not the target's, nor the other way round.
         _forget_devices()
         patches.callback(_forget_devices)
         yield
@@ -169,14 +168,14 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _answer(patches: contextlib.ExitStack, name: str, answer: Any) -> None:
-    """Let the function of that name answer so, in all modules that have it."""
+    """Make the function of that name return ``answer`` in all modules that have it."""
     for path, module in list(sys.modules.items()):
         if path.startswith(("anymla.", "lab.")) and callable(getattr(module, name, None)):
             patches.enter_context(mock.patch.object(module, name, _always(answer)))
 
 
 def _forget_devices() -> None:
-    """Empty what the operations' modules keep by device."""
+    """Clear the caches of the operations' modules that are keyed by device."""
     for path, module in list(sys.modules.items()):
         if path.startswith(("anymla.ops.", "lab.builds.")):
             for kept in list(vars(module).values()):
@@ -190,7 +189,7 @@ def _forget_devices() -> None:
 
 
 def _import_kernels() -> None:
-    """Import all files of kernels, so that whatever they have taken from others is known."""
+    """Import all kernel files, so that the functions they import from others are known."""
     prefixes = ("triton_", "gluon_") if has_gluon() and not INTERPRETED else ("triton_",)
     for family in pkgutil.iter_modules(anymla.ops.__path__, "anymla.ops."):
         if family.ispkg:
@@ -206,11 +205,11 @@ def derived_families() -> list[str]:
 
 
 def derived_builds(family: str, target: Target) -> list[Build]:
-    """Builds of a family's kernels, in the order of their launches, judged as its file says.
+    """Return a family's builds in the order of their launches, with their file's requirements.
 
     Args:
-        family: one of ``derived_families``.
-        target: to build for.
+        family: name in ``derived_families``.
+        target: target to build for.
     """
     return judged(family, _launched(family, target, f"anymla.ops.{family}."), target)
 
@@ -222,10 +221,10 @@ def judged(family: str, builds: Iterable[Build], target: Target) -> list[Build]:
 
 
 def shared_builds(target: Target) -> list[Build]:
-    """Builds of the kernels that families share, each once; nothing is accepted of them.
+    """Return builds of the kernels that families share, each once, without exceptions.
 
     Args:
-        target: to build for.
+        target: target to build for.
     """
     builds: dict[Key, Build] = {}
     for family in derived_families():

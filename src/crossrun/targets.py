@@ -33,9 +33,9 @@ class Target(Protocol):
 
 @functools.cache
 def backend_problem(backend: str) -> str:
-    """Why the installed Triton cannot compile for "cuda", "hip" or "xpu"; "" if it can.
+    """Return why the installed Triton cannot compile for "cuda", "hip" or "xpu"; "" if it can.
 
-    Read from its folders, so that nothing is imported.
+    Triton's folders are read, so nothing is imported.
     """
     found = importlib.util.find_spec("triton")
     if found is None or found.origin is None:
@@ -59,8 +59,8 @@ def triton_target(target: Target) -> Iterator[Any]:
         architecture: Any = target.name if target.backend == "hip" else int(target.name[3:])
         yield GPUTarget(target.backend, architecture, target.warp_size)
         return
-    # The compiler asks a device what it is by a program of C++ that it builds for that. Here it is
-    # told that the device is none of those whose properties it knows, and takes these.
+    # The compiler identifies a device by a C++ program that it builds for the purpose. Here it gets
+    # an unknown device and takes the given properties.
     unknown = mock.Mock(parse_device_arch=lambda architecture: "")
     compiler = backends["intel"].compiler.__init__.__globals__
     with mock.patch.dict(compiler, compile_module_from_src=lambda *given, **named: unknown):

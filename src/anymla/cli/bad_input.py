@@ -1,4 +1,4 @@
-"""What goes wrong for a reason outside this package: one line on stderr and an exit code."""
+"""Errors whose cause is outside this package: one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from anymla.cli.terminal import one_line
 
-# Errors of the machine while it does what it was rightly asked for.
+# Errors of the machine during a valid task.
 _MACHINE = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -23,7 +23,7 @@ _MACHINE = (
 
 
 class BadInput(click.ClickException):
-    """What the user gave cannot be used; shown as ``Error: <one line>``."""
+    """Unusable input of the user; shown as ``Error: <one line>``."""
 
     exit_code = 2
 
@@ -32,13 +32,13 @@ class BadInput(click.ClickException):
 
 
 class MachineFailed(BadInput):
-    """The machine gave up (a full disk, no memory) on input that is in order."""
+    """Failure of the machine (a full disk, no memory) with valid input."""
 
     exit_code = 1
 
 
 def of_file(error: OSError) -> BadInput:
-    """What the system says of a file, with its name."""
+    """Convert the system's error about a file, with the file's name."""
     where = f"{error.filename}: " if error.filename else ""
     kind = MachineFailed if error.errno in _MACHINE else BadInput
     return kind(f"{where}{error.strerror or error}")
@@ -46,12 +46,12 @@ def of_file(error: OSError) -> BadInput:
 
 @contextlib.contextmanager
 def bad_input(kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn what the package says of unusable input, files or machines into ``BadInput``.
+    """Convert the package's errors about input, files or machines to ``BadInput``.
 
     Args:
-        kinds: exceptions that are about input, if not ValueError, OSError and BackendUnavailable.
-            These suit code that reads what the user gave; while a model runs, a ValueError would
-            be our own mistake.
+        kinds: exception types that concern input; ValueError, OSError and BackendUnavailable by
+            default. The default suits code that reads a user's input; while a model runs, a
+            ValueError would be a fault of this package.
     """
     from anymla.ops.registry import BackendUnavailable  # imports torch
 
@@ -59,6 +59,6 @@ def bad_input(kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # nobody reads any more, which is no error
+        raise  # the reader of the output has gone, which is no error
     except about_input as error:
         raise (of_file(error) if isinstance(error, OSError) else BadInput(error)) from error

@@ -1,4 +1,4 @@
-"""What ``anymla inspect --cache`` found, in lines for people."""
+"""The report of ``anymla inspect --cache`` as lines of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from anymla.cli.cache_report import Dump
 
 
 def problem_lines(problems: list[dict[str, Any]]) -> list[str]:
-    """A line a problem; harmless ones are marked."""
+    """Format one line per problem; harmless ones are marked."""
     if not problems:
         return ["verified: nothing wrong"]
     lines = []
@@ -23,7 +23,7 @@ def problem_lines(problems: list[dict[str, Any]]) -> list[str]:
 
 
 def difference_lines(report: dict[str, Any]) -> list[str]:
-    """How two dumps differ."""
+    """Describe the differences between two dumps."""
     compared, differ = report["rows_compared"], report["rows_that_differ"]
     lines = [f"{compared} rows compared, {differ} differ"]
     if report["rows"][0] != report["rows"][1]:
@@ -41,7 +41,7 @@ def difference_lines(report: dict[str, Any]) -> list[str]:
 
 
 def conversion_lines(report: dict[str, Any]) -> list[str]:
-    """What was written, and what it cost."""
+    """Describe the written file and the values that the conversion changed."""
     head = (
         f"{report['output']}: {report['rows']} rows, {report['from']} to {report['to']}, "
         f"{report['bytes']} bytes"
@@ -54,7 +54,7 @@ def conversion_lines(report: dict[str, Any]) -> list[str]:
 
 
 def row_lines(dump: Dump, slot: int) -> list[str]:
-    """The values of one slot, eight to a line.
+    """Format the values of one slot, eight to a line.
 
     Raises:
         ValueError: the slot is beyond the cache.

@@ -1,4 +1,4 @@
-"""What ``anymla inspect --cache`` says, as data."""
+"""The report of ``anymla inspect --cache`` as data."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Dump:
     """A cache in a file.
 
     Attributes:
-        path: of the file.
-        cache: [P, B, row_elements].
-        layout: its layout.
-        meta: JSON values kept with it.
+        path: path of the file.
+        cache: [P, B, row_elements] cache.
+        layout: layout of the cache.
+        meta: JSON values stored with it.
     """
 
     path: Path
@@ -35,26 +35,26 @@ class Dump:
 
     @property
     def rows(self) -> int:
-        """Slots that are final; all of them where the dump does not say.
+        """Number of final slots; all of them if the dump does not say.
 
-        What follows them in the last page belongs to nobody.
+        Later slots of the last page are undefined.
         """
         slots = self.cache.shape[0] * self.cache.shape[1]
         rows = self.meta.get("rows", slots)
         return rows if type(rows) is int and 0 <= rows <= slots else slots
 
     def read(self, first: int, count: int) -> Tensor:
-        """Float64 rows [count, channels]."""
+        """Decode rows to float64 [count, channels]."""
         return self.layout.read(self.cache, torch.arange(first, first + count), torch.float64)
 
 
 def open_dump(path: Path, page_layout: str | None = None, entries: int | None = None) -> Dump:
-    """Read a dump, or with ``page_layout`` and ``entries`` a file of one page's bare bytes.
+    """Read a dump, or with ``page_layout`` and ``entries`` a file of one page's bytes.
 
     Raises:
-        CacheDumpError: neither, or one that cannot be read.
+        CacheDumpError: the file is neither, or cannot be read.
         ValueError: the layout is unknown, or is not the one in the dump's header.
-        NotEnoughMemory: it is larger than this machine can decode.
+        NotEnoughMemory: the cache is larger than this machine can decode.
     """
     if entries is not None:
         if page_layout is None:
@@ -67,14 +67,14 @@ def open_dump(path: Path, page_layout: str | None = None, entries: int | None = 
     if page_layout is not None and page_layout != layout_id:
         raise ValueError(f"{path}: holds layout {layout_id}, not {page_layout}")
     layout = dump_layout(layout_id)
-    # Decoded to float64, and the finite values of them once more.
+    # Values are decoded to float64, and the finite ones copied once more.
     decoded = 2 * 8 * cache.shape[0] * cache.shape[1] * layout.channels
     require_memory(f"decoding {path}", {"rows": decoded})
     return Dump(path, cache, layout, meta)
 
 
 def cache_report(dump: Dump) -> dict[str, Any]:
-    """Describe a dumped cache; JSON values only."""
+    """Describe a dumped cache in JSON values."""
     cache, layout, path, meta, final = dump.cache, dump.layout, dump.path, dump.meta, dump.rows
     pages, entries = cache.shape[:2]
     data, scales = layout.planes(cache)
@@ -103,13 +103,13 @@ def cache_report(dump: Dump) -> dict[str, Any]:
 
 
 def problem_report(dump: Dump) -> list[dict[str, Any]]:
-    """Problems of a cache's bytes; JSON values only."""
+    """Describe the problems of a cache's bytes in JSON values."""
     problems = check_cache_bytes(dump.cache, dump.layout, dump.rows)
     return [dataclasses.asdict(problem) for problem in problems]
 
 
 def difference_report(one: Dump, other: Dump) -> dict[str, Any]:
-    """Compare two dumps row by row, whatever their layouts and page sizes; JSON values only.
+    """Compare two dumps row by row in any layouts and page sizes, in JSON values.
 
     Raises:
         ValueError: their rows have different widths.
@@ -144,10 +144,10 @@ def difference_report(one: Dump, other: Dump) -> dict[str, Any]:
 
 
 def write_converted(dump: Dump, layout_id: str, output: Path) -> dict[str, Any]:
-    """Convert and write a dump; JSON values only. Nothing is written if it cannot be done.
+    """Convert and write a dump, and report in JSON values; nothing is written on failure.
 
     Raises:
-        ValueError: unknown layout, or rows of another width.
+        ValueError: the layout is unknown, or its rows have another width.
     """
     source = dump.layout.layout_id
     cache, loss = convert_cache(dump.cache, source, layout_id, dump.rows)
@@ -165,7 +165,7 @@ def write_converted(dump: Dump, layout_id: str, output: Path) -> dict[str, Any]:
 
 
 def _values(decoded: Tensor) -> dict[str, Any]:
-    """Counts, and statistics of the finite values (None if there are none)."""
+    """Count values, with statistics of the finite ones (None without any)."""
     finite = decoded[decoded.isfinite()]
     some = finite.numel() > 0
     return {
@@ -179,5 +179,5 @@ def _values(decoded: Tensor) -> dict[str, Any]:
 
 
 def _range(values: Tensor) -> list[int] | None:
-    """Smallest and largest byte."""
+    """Return the smallest and largest byte."""
     return [int(values.min()), int(values.max())] if values.numel() else None

@@ -30,7 +30,7 @@ _NEW_TOKENS, _NEW_TOKENS_THINKING = 256, 8192
 _EXIT = ("/exit", "/quit", "/bye")
 _HELP = ("/help", "/?")
 _COMMANDS = "/reset forgets the dialogue, /exit ends it (so does Ctrl-D), Ctrl-C ends an answer"
-# A word behind a slash and nothing else; a path or a sentence is a message.
+# A word after a slash and nothing else is a command; a path or a sentence is a message.
 _COMMAND = re.compile(r"/(\?|[A-Za-z]+)")
 
 
@@ -139,7 +139,7 @@ def command(
         except BadInput as error:
             if not sys.stdin.isatty():
                 raise
-            error.show()  # another message may do
+            error.show()  # the next message may work
             messages.pop()
             continue
         with _interrupts(answer.stop), bad_input((BackendUnavailable, FloatingPointError)):
@@ -147,7 +147,7 @@ def command(
         said = answer.result
         if said.token_ids:
             messages.append(_message(said))
-        else:  # interrupted before the first token: as if it had not been asked
+        else:  # interrupted before the first token: the message is dropped
             messages.pop()
         if answer.completion is not None:
             cut = said.finish_reason == "length"
@@ -159,7 +159,7 @@ def _effort(given: str | None) -> str | int | None:
 
 
 def _ask() -> str:
-    """The next message that is not empty; an empty one at the end of the input."""
+    """Read the next message that is not empty; "" at the end of the input."""
     while True:
         if sys.stdin.isatty():
             click.echo("> ", nl=False)
@@ -169,7 +169,7 @@ def _ask() -> str:
 
 
 def _show(answer: ChatAnswer) -> None:
-    """Print an answer as it comes, its thinking apart, and its tool calls a line each."""
+    """Print an answer as it is generated, thinking separately, tool calls one a line."""
     shown = _Shown()
     for part in answer:
         shown.part(part)
@@ -180,14 +180,14 @@ def _show(answer: ChatAnswer) -> None:
 
 
 class _Shown:
-    """An answer on the screen."""
+    """State of an answer's display."""
 
     def __init__(self) -> None:
         self._dims = sys.stdout.isatty()
         self._kind = ""
 
     def part(self, part: Part) -> None:
-        """Print a piece; thinking dimmed, or to stderr where stdout is no terminal."""
+        """Print a piece; thinking is dimmed, or goes to stderr if stdout is no terminal."""
         if part.kind != self._kind:
             self._leave(part.kind)
         if part.kind == "text":
@@ -219,9 +219,9 @@ def _message(said: Generation) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _interrupts(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` for the first Ctrl-C; the second one ends the program, as everywhere else."""
+    """Call ``stop`` at the first Ctrl-C; the second one ends the program as usual."""
     usual = signal.default_int_handler
-    if signal.getsignal(signal.SIGINT) is not usual:  # whoever started the program ignores it
+    if signal.getsignal(signal.SIGINT) is not usual:  # the program's parent ignores the signal
         yield
         return
 

@@ -1,4 +1,4 @@
-"""What ``anymla inspect --checkpoint`` says, as data."""
+"""The report of ``anymla inspect --checkpoint`` as data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from anymla.runtime.memory_plan import memory_plan
 _CONTEXTS = (1024, 8192, 65536, 1048576)
 _RANKS = (1, 2, 4, 8)
 
-# The first pattern that is found in a name says what the tensor is part of.
+# Parts of the network by patterns of tensor names; the first match counts.
 _PARTS = (
     (r"^mtp\.", "mtp"),
     (r"\.engram\.", "engram"),
@@ -41,18 +41,18 @@ _PARTS = (
 def checkpoint_report(
     directory: Path, kv_cache: str, memory: float | None = None
 ) -> dict[str, Any]:
-    """Describe a checkpoint directory; JSON values only.
+    """Describe a checkpoint directory in JSON values.
 
     Args:
-        directory: with ``config.json`` and safetensors, or with ``config.json`` and an index: then
-            sizes follow from these, and no values are looked at.
-        kv_cache: cache format that the sizes are for.
-        memory: GB of one device, for what fits; None for the weights alone.
+        directory: directory with ``config.json`` and safetensors, or with ``config.json`` and an
+            index: then sizes follow from these, and no values are read.
+        kv_cache: name of the cache format for the sizes.
+        memory: memory of one device in GB, for the texts that fit; None for the weights alone.
 
     Raises:
-        ConfigError, CheckpointError: it is no checkpoint, a file cannot be read, or the files hold
-            another drafter than the configuration describes. Tensors that are missing, unexpected
-            or wrong are part of the report instead.
+        ConfigError, CheckpointError: the directory is no checkpoint, a file cannot be read, or the
+            files hold another drafter than the configuration describes. Missing, unexpected or
+            wrong tensors are part of the report instead.
     """
     declared = ModelConfig.from_dir(directory)
     described = lacks_weights(directory)
@@ -107,7 +107,7 @@ def _plan(
     contexts: list[int],
     memory: float | None,
 ) -> dict[str, Any]:
-    """Weights by the devices that share the model, and what fits beside them."""
+    """Return weights by the number of devices that share the model, and the texts that fit."""
     counts = [count for count in _RANKS if count in rank_counts(config)]
     nbytes = None if memory is None else int(memory * 1e9)
     plans = memory_plan(checkpoint, config, kv_cache, contexts, counts, nbytes)
@@ -118,7 +118,7 @@ def _plan(
 
 
 def _sources(config: ModelConfig) -> dict[str, Any] | None:
-    """Which layers others share something of; None where every layer has its own."""
+    """Return the layers that others share; None if every layer has its own."""
     for spec in layer_specs(config):
         if (spec.kv_source, spec.index_source, spec.candidates) != (None, None, None):
             return dataclasses.asdict(config.sources)
@@ -126,17 +126,17 @@ def _sources(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def part_of(name: str) -> str:
-    """Which part of the network a tensor belongs to."""
+    """Return the part of the network that a tensor belongs to."""
     return next((part for pattern, part in _PARTS if re.search(pattern, name)), "other")
 
 
 def _parts(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
-    """Tensors and bytes by part of the network, largest first."""
+    """Count tensors and bytes by part of the network, largest first."""
     return _grouped((part_of(name), 1, info.nbytes) for name, info in checkpoint.items())
 
 
 def _kinds(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, dict[str, int]]:
-    """Tensors and bytes by how they are stored; a linear layer counts with its scales."""
+    """Count tensors and bytes by storage kind; a linear layer counts with its scales."""
     kind_of: dict[str, str] = {}
     for prefix in expected_linears(config):
         kind = weight_kind(checkpoint, prefix)

@@ -1,4 +1,4 @@
-"""The kinds of command that all of ``anymla`` is made of: how they are called, and their help."""
+"""The kinds of command that ``anymla`` consists of: their parsing, and their help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Explained(click.Command):
     """A command whose help ends with examples.
 
     Attributes:
-        examples: command lines that run where the repository was cloned.
+        examples: command lines that run in a clone of the repository.
     """
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **settings: Any) -> None:
@@ -22,7 +22,7 @@ class _Explained(click.Command):
         self.examples = tuple(examples)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples, a line each and none of them wrapped."""
+        """Write the examples, one a line and unwrapped."""
         super().format_epilog(ctx, formatter)
         if self.examples:
             with formatter.section("Examples"):
@@ -31,11 +31,11 @@ class _Explained(click.Command):
 
 
 class Command(_Explained):
-    """A command that shows its help if called bare in vain, and knows other programs' options.
+    """A command that shows its help if required arguments are missing, and knows synonyms.
 
-    Underscores are hyphens in names of options, and what llama.cpp, vLLM or transformers call an
-    option is taken for ours if it is the same thing (``SYNONYMS``); of others the error says what
-    to do instead.
+    Underscores and hyphens are equivalent in option names. Names of llama.cpp, vLLM or transformers
+    are accepted if an option means the same (``SYNONYMS``); for others the error says what to do
+    instead.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -45,18 +45,18 @@ class Command(_Explained):
         self.context_settings = {"token_normalize_func": self._ours, **self.context_settings}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words; of an option that is not there, say what is meant if that is known."""
+        """Parse the words; for an unknown option, suggest the right one if it is known."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known = [name.lstrip("-").replace("-", "_") for name in self._names]
             said = right_name(error.option_name.lstrip("-").replace("-", "_"), known)
-            if not said or said.startswith("did you mean"):  # which click says itself
+            if not said or said.startswith("did you mean"):  # click gives this hint itself
                 raise
             raise click.UsageError(f"No such option {error.option_name}: {said}.", ctx) from error
 
     def _ours(self, word: str) -> str:
-        """An option's name without its hyphens, as this command spells it."""
+        """Return an option's name without its hyphens, in this command's spelling."""
         if f"--{word}" in self._names:
             return word
         ours = SYNONYMS.get(word.replace("-", "_"), word).replace("_", "-")
@@ -64,12 +64,12 @@ class Command(_Explained):
 
 
 class Group(_Explained, click.Group):
-    """A group of such commands, which takes ``help`` and names near misses."""
+    """A group of such commands, which accepts ``help`` and suggests near misses."""
 
     command_class = Command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words; ``help X`` is ``X --help``."""
+        """Parse the words; ``help X`` means ``X --help``."""
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         return super().parse_args(ctx, args)
@@ -80,7 +80,7 @@ class Group(_Explained, click.Group):
         """Find a subcommand.
 
         Raises:
-            UsageError: there is none of that name; with the nearest, if one is near.
+            UsageError: there is no such subcommand; the message names the nearest, if one is near.
         """
         name = args[0].replace("_", "-")
         names = self.list_commands(ctx)
@@ -93,11 +93,11 @@ class Group(_Explained, click.Group):
 def command(
     name: str | None = None, *, examples: Sequence[str], **settings: Any
 ) -> Callable[[Callable[..., Any]], Command]:
-    """Make a ``Command`` of a function, as ``click.command`` does.
+    """Make a function a ``Command``, in the manner of ``click.command``.
 
     Args:
-        name: the command's name; None for the function's.
-        examples: command lines for its help, which run where the repository was cloned.
+        name: name of the command; None for the function's.
+        examples: command lines for its help, which run in a clone of the repository.
         **settings: further arguments of ``click.Command``.
     """
     return click.command(name, cls=Command, examples=examples, **settings)
@@ -106,5 +106,5 @@ def command(
 def group(
     name: str | None = None, *, examples: Sequence[str]
 ) -> Callable[[Callable[..., Any]], Group]:
-    """Make a ``Group`` of a function; arguments as of ``command``."""
+    """Make a function a ``Group``; arguments as for ``command``."""
     return click.group(name, cls=Group, examples=examples)

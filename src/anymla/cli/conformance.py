@@ -1,4 +1,4 @@
-"""``anymla conformance``: every case of the suite, against a backend or another library."""
+"""``anymla conformance``: the suite's cases, against a backend or another library."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def _shown(outcomes: Iterable[Outcome], cases: list[Case]) -> Iterator[Outcome]:
 def _recorded(
     outcomes: Iterable[Outcome], path: Path, subject: Subject, words: str, *, compiled: bool
 ) -> Iterator[Outcome]:
-    """Append a row for each outcome as it comes."""
+    """Append a row for each outcome as it arrives."""
     from anymla.bench.environment import environment
     from anymla.bench.report import append_lines
     from anymla.ops.device import triton_version
@@ -304,14 +304,14 @@ def _recorded(
         version = f"in the interpreter of Triton {triton_version()}"
     for outcome in outcomes:
         row = {"part": "conformance", **dataclasses.asdict(outcome), "version": version}
-        if compiled:  # beside what the interpreter says, not in its place
+        if compiled:  # in addition to the interpreter's rows, not instead of them
             row["subject"] += ", compiled"
         append_lines(path, [row | facts])
         yield outcome
 
 
 def _show_mutations(cases: list[Case], write: Path | None) -> None:
-    """Print or store the table; end with exit code 1 if a fault that is meant for a case passes."""
+    """Print or store the table; exit with code 1 if a fault escapes the cases meant for it."""
     from anymla.testing.conformance.mutations import caught, mutation_table, write_tables
 
     found = caught(cases)

@@ -1,4 +1,4 @@
-"""``anymla demo``: a tiny checkpoint, end to end, and the proof that it came out right."""
+"""``anymla demo``: a tiny checkpoint, end to end, checked against the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from anymla.testing.oracle import RecordedModel, Recorder, check_run
 from anymla.testing.retrieval import FACT, FAULTS, QUESTION, ask, hide, read
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
-# Characters of a text that are continued, at least; tokens of that; where the passkey is hidden.
+# Fewest characters of a text that is continued; tokens of the continuation; depth of the passkey.
 _OPENING, _SPOKEN, _DEPTH = 200, 96, 0.3
 _PARTS = 4
 
@@ -146,7 +146,7 @@ def command(
 
 
 class _Steps:
-    """Numbers the parts of the demo."""
+    """Numbering of the demo's parts."""
 
     def __init__(self) -> None:
         self._done = 0
@@ -175,7 +175,7 @@ def _speak(llm: LLM, text: str, say: _Steps) -> None:
 
 
 def _search(llm: LLM, text: str, context: int, say: _Steps) -> None:
-    """Find a passkey in the text, right and with one thing broken."""
+    """Find a passkey in the text, intact and with one thing broken."""
     hidden = hide(llm, text, context, _DEPTH)
     say(
         f"reading {context} tokens; at token {hidden.place} they say: "
@@ -203,7 +203,7 @@ def _search(llm: LLM, text: str, context: int, say: _Steps) -> None:
 
 
 def _show_unnoticed(llm: LLM, prompt: tuple[int, ...], allowed: float) -> None:
-    """What a question does not notice moves log-probabilities by far more than is allowed."""
+    """Show that faults which a question misses change log-probabilities far beyond the bound."""
     click.echo(f"    the same {len(prompt)} tokens with one thing broken throughout:")
     for name, moved in compare(llm, prompt):
         if name != "none":
@@ -219,7 +219,7 @@ def _rate(tokens: int, seconds: float) -> str:
 
 
 def _run(engine: Engine, request: Request, tokenizer: Tokenizer | None) -> Completion:
-    """Step until the request is done, with a bar for the prompt and the text as it comes."""
+    """Step until the request is done, with a bar for the prompt and the text as it is generated."""
     engine.submit(request)
     stream = None if tokenizer is None else tokenizer.stream()
     # The text that follows shows its own progress, so the bar ends with the prompt.

@@ -1,4 +1,4 @@
-"""All that this package can say about a device, in one file that can be sent to somebody."""
+"""A report on a device by this package, in one file that can be sent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from anymla.child_process import python_command
 from anymla.cli.terminal import one_line
 from anymla.formats.files import naming
 
-# Of a conformance case: a kernel's first compilation is part of it.
+# Time limit of a conformance case, which includes a kernel's first compilation.
 _SECONDS_A_CASE = 600
 _POLL_S = 0.5
-# Bytes at the end of a log that are looked at, and characters of a line that are shown.
+# Bytes at the end of a log that are read, and characters of a line that are shown.
 _TAIL, _SHOWN = 4096, 160
-# What each command does, by its first word.
+# Purpose of each command, by its first word.
 _PURPOSES = {
     "doctor": "this machine, and every family of operations: half a minute",
     "conformance": "every known bug, a case each: half a minute, or minutes of compiling kernels",
@@ -30,10 +30,10 @@ _PURPOSES = {
 
 
 def report_steps(device: str) -> list[list[str]]:
-    """Commands whose results a report holds, each as the words behind ``anymla``.
+    """Return the commands whose results a report contains, each as the words after ``anymla``.
 
     Args:
-        device: cpu, cuda or xpu.
+        device: type of the device: cpu, cuda or xpu.
     """
     backend = "torch" if device == "cpu" else "triton"
     cases = f"--backend {backend} --jobs 1 --timeout {_SECONDS_A_CASE} --json conformance.jsonl"
@@ -47,18 +47,18 @@ def report_steps(device: str) -> list[list[str]]:
 
 
 def write_report(file: Path, steps: Sequence[Sequence[str]]) -> bool:
-    """Run commands, whatever becomes of each, and put what they leave into a zip.
+    """Run commands, whatever the outcome of each, and zip their results.
 
-    Each is a process of its own, so that a fault of the device ends one of them alone. Beside
-    their results the file has what they print (``1-doctor.log`` and so on) and their exit codes
+    Each is a process of its own, so that a fault of the device ends only one of them. In addition
+    to the results the file has their output (``1-doctor.log`` and so on) and exit codes
     (``steps.txt``).
 
     Args:
-        file: the zip to be, which is replaced when all have run.
-        steps: words behind ``anymla``; files they write are names without a directory.
+        file: path of the zip, which is replaced when all have run.
+        steps: words after ``anymla``; files that they write are names without a directory.
 
     Returns:
-        Whether all ended with exit code 0.
+        True if all ended with exit code 0.
     """
     codes, lines = [], []
     with tempfile.TemporaryDirectory() as name:
@@ -81,7 +81,7 @@ def write_report(file: Path, steps: Sequence[Sequence[str]]) -> bool:
 
 
 def _run(words: Sequence[str], folder: Path, log: Path) -> int:
-    """Run a command in a folder; a terminal shows the line that it printed last, and the time."""
+    """Run a command in a folder; a terminal shows its last printed line, and the time."""
     with (
         log.open("wb") as output,
         tqdm(bar_format="  {elapsed}  {desc}", disable=None, leave=False) as bar,

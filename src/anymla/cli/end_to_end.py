@@ -40,7 +40,7 @@ from anymla.testing.widen import widen
 PART, TEXT_PART = "retrieval of a passkey", "text with one thing broken"
 _COMMAND = "anymla conformance --end-to-end"
 _WIDTH = 22
-_TEXT = 4096  # tokens of the text that are weighed, at most
+_TEXT = 4096  # largest number of tokens whose log-probabilities are compared
 
 
 def ask_for_passkeys(
@@ -54,11 +54,11 @@ def ask_for_passkeys(
     device: str | None,
     json_file: Path | None,
 ) -> None:
-    """Print a line a length and fault, a mark a depth; append rows to a file.
+    """Print a line per length and fault, with a mark per depth; append rows to a file.
 
     Raises:
-        BadInput: no such checkpoint, text or device, or a text that is too short.
-        click.ClickException: a passkey that was not found with nothing broken.
+        BadInput: the checkpoint, text or device does not exist, or the text is too short.
+        click.ClickException: a passkey was not found with nothing broken.
     """
     with bad_input():
         words = read_text(text)
@@ -81,7 +81,7 @@ def ask_for_passkeys(
 
 
 def _weigh(exact: LLM, rounded: LLM, token_ids: Sequence[int]) -> list[Result]:
-    """Show what the faults do to the text itself, beside what rounding does."""
+    """Show the faults' effect on the text's log-probabilities next to that of rounding."""
     click.echo(f"log-probabilities of the text itself, {len(token_ids)} tokens, in float32")
     rows = []
     for name, moved in compare(exact, token_ids, rounded=rounded):
@@ -99,12 +99,12 @@ def ask_vllm_for_passkeys(
     depths: Sequence[float],
     json_file: Path | None,
 ) -> None:
-    """The same questions to vLLM with the plugin and, on a GPU, to vLLM alone.
+    """Put the same questions to vLLM with the plugin and, on a GPU, to vLLM alone.
 
-    A checkpoint of sizes that vLLM does not take is padded to sizes that it does.
+    A checkpoint of sizes that vLLM does not support is padded to sizes that it does.
 
     Raises:
-        BadInput: as above, or no vLLM is installed.
+        BadInput: as above, or vLLM is not installed.
         click.ClickException: vLLM failed, or a passkey was not found.
     """
     version = installed_version()
@@ -132,7 +132,7 @@ def ask_vllm_for_passkeys(
 
 
 def _fit(checkpoint: Path, directory: Path, *, on_gpu: bool) -> Path:
-    """The checkpoint, or one of the same function in a directory whose sizes vLLM takes."""
+    """Return the checkpoint, or an equivalent one in a directory whose sizes vLLM supports."""
     config = read_object(checkpoint / "config.json")
     sizes = missing_sizes(config, GPU_TAKES if on_gpu else CPU_TAKES)
     # On most CPUs vLLM has no kernels for FP8 and MXFP4 weights.

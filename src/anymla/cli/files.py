@@ -18,17 +18,18 @@ from anymla.formats.files import naming, open_to_write
 from anymla.formats.untrusted import special_kind
 
 STANDARD = Path("-")
-# Far more than a prompt of the longest context, as ids or as escaped JSON; more is no text.
+# A limit far above a prompt of the longest context, as ids or as escaped JSON.
 MAX_TEXT_BYTES = 1 << 25
-# For a pipe to find its writer; those of a shell's <(..) have one.
+# Seconds for a pipe to find its writer; those of a shell's <(..) have one.
 _WRITER_S = 2.0
 
 
 class OutputFile(click.Path):
-    """A file to be written: its directory must exist before anything runs.
+    """Path of a file to write: its directory must exist before anything runs.
 
     Attributes:
-        whole: it is replaced by a file that was written beside it, so it may be no device or pipe.
+        whole: True if the file is replaced by one written beside it, so it may be no device or
+            pipe.
     """
 
     def __init__(self, *, allow_dash: bool = False, whole: bool = False) -> None:
@@ -36,10 +37,10 @@ class OutputFile(click.Path):
         self.whole = whole
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path.
+        """Check and return the path.
 
         Raises:
-            BadInput: it is "-" and may not be, has no directory, or is no file.
+            BadInput: the path is "-" and may not be, has no directory, or is no file.
         """
         option = f"{param.opts[0]} " if param is not None else ""
         path = Path(value)
@@ -53,7 +54,7 @@ class OutputFile(click.Path):
 
 
 def refuse_overwriting(option: str, output: Path | None, *inputs: Path | None) -> None:
-    """Raise BadInput if a file to be written is one that is read."""
+    """Raise BadInput if an output file is also an input."""
     for path in inputs:
         if output is None or path is None or STANDARD in (output, path):
             continue
@@ -62,10 +63,10 @@ def refuse_overwriting(option: str, output: Path | None, *inputs: Path | None) -
 
 
 def read_text(path: Path) -> str:
-    """A file's text, or stdin's for "-".
+    """Read a file's text, or stdin's for "-".
 
     Raises:
-        BadInput: it cannot be read, is larger than ``MAX_TEXT_BYTES``, or is not UTF-8.
+        BadInput: the file cannot be read, is larger than ``MAX_TEXT_BYTES``, or is not UTF-8.
     """
     with bad_input(), _open(path) as file:
         data = bytearray()
@@ -80,12 +81,12 @@ def read_text(path: Path) -> str:
 
 
 def read_text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file or, for "-", of stdin that are not blank, each with its number from 1 on.
+    """Yield the lines of a file (or of stdin for "-") that are not blank, numbered from 1.
 
     No more than one line is in memory.
 
     Raises:
-        BadInput: as for ``read_text``, of a line, which is named by its number.
+        BadInput: see ``read_text``; the message names the line's number.
     """
     with bad_input(), _open(path) as file:
         number = 0
@@ -104,7 +105,7 @@ def read_text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open a file or a pipe; or stdin, without the decoding that the locale decides, for "-"."""
+    """Open a file or a pipe; or, for "-", stdin without the locale's decoding."""
     if path == STANDARD:
         if sys.stdin is None:
             raise BadInput("-: standard input is closed")
@@ -118,13 +119,13 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_pipe(path: Path) -> BinaryIO:
-    """Open a pipe, which waits until somebody writes to it, for a moment at most."""
+    """Open a pipe, waiting for its writer for a moment at most."""
     opened: list[BinaryIO] = []
     thread = threading.Thread(target=lambda: opened.append(path.open("rb")), daemon=True)
     thread.start()
     thread.join(_WRITER_S)
     if not opened:
-        # Our own writer ends the wait.
+        # A writer of our own ends the wait.
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
         thread.join()
         opened.pop().close()
@@ -133,10 +134,10 @@ def _open_pipe(path: Path) -> BinaryIO:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or print for "-"; what could not be written whole is removed.
+    """Write a file, or print for "-"; a partly written file is removed.
 
     Raises:
-        OSError: it cannot be written; the error names the file.
+        OSError: the file cannot be written; the error names it.
     """
     if path == STANDARD:
         click.echo(text, nl=False)

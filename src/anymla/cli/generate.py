@@ -152,7 +152,7 @@ def command(
         defaults = RequestDefaults(
             max_new_tokens, asked.sampling(said), frozenset() if ignore_eos else ends
         )
-        StopText(tokenizer.stream(), stop)  # refuses what cannot be meant
+        StopText(tokenizer.stream(), stop)  # refuses invalid stop strings
         reader = RequestReader(tokenizer, config, defaults)
         if requests_file is not None:
             requests = reader.from_batch(requests_file)
@@ -216,11 +216,11 @@ def _run(
     alone: bool,
     show: bool,
 ) -> list[tuple[Completion, str]]:
-    """Step until all is done, with a bar on stderr; results in the order of ``requests``."""
+    """Step until all is done, with a bar on stderr; results are in the order of ``requests``."""
     texts = {request.request_id: StopText(tokenizer.stream(), stop) for request in requests}
     shown = dict.fromkeys(texts, "")
     done: dict[str, Completion] = {}
-    # Streamed text shows its own progress, so the bar of a single request ends with its prompt.
+    # Streamed text is its own progress display, so a single request's bar ends with its prompt.
     total = sum(len(request.token_ids) for request in requests)
     if not alone:
         total += sum(request.max_new_tokens for request in requests)
@@ -270,13 +270,13 @@ def _result(done: Completion, text: str) -> dict[str, Any]:
 
 
 def _acceptance(completions: list[Completion]) -> float | None:
-    """Share of the drafted tokens that were right; None without drafts."""
+    """Return the fraction of drafted tokens that were right; None without drafts."""
     drafted = sum(done.drafted for done in completions)
     return sum(done.accepted for done in completions) / drafted if drafted else None
 
 
 class _Dumper:
-    """Writes a finished request's pages, one file a layer and kind of cache."""
+    """Writes a finished request's pages, one file per layer and kind of cache."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -287,7 +287,7 @@ class _Dumper:
             if group.kind not in PAGE_KINDS:
                 continue
             for layer in group.layers:
-                # Ids are the user's and may not be file names.
+                # Ids come from the user and may not be file names.
                 name = f"request{self.number}.layer{layer}.{group.kind}.safetensors"
                 dump_pages(engine.store, state, layer, group.kind, self.directory / name)
         self.number += 1

@@ -1,4 +1,4 @@
-"""``anymla inspect``: what is in a checkpoint, or in a dumped cache."""
+"""``anymla inspect``: the contents of a checkpoint, or of a dumped cache."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _drafter(report: dict[str, Any]) -> str:
-    """What drafts, or which drafter the configuration has and the files have not."""
+    """Name the drafter, or the configuration's drafter that the files lack."""
     mtp, declared = report["mtp_layers"], report["mtp_layers_declared"]
     if report["dspark"] is not None:
         return f"DSpark drafter of {report['dspark']['stages']} stages"
@@ -214,7 +214,7 @@ def _drafter(report: dict[str, Any]) -> str:
 
 
 def _sharing_lines(report: dict[str, Any]) -> list[str]:
-    """What layers share with those behind them, and which read n-grams."""
+    """Describe the layers that later layers share, and those that read n-grams."""
     lines = []
     sources, engram = report["sources"], report["engram"]
     if sources is not None:
@@ -236,7 +236,7 @@ def _sharing_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _cache_size_lines(cache: dict[str, Any]) -> list[str]:
-    """A table: groups down, context lengths across."""
+    """Format a table: groups down, context lengths across."""
     contexts = list(cache["total_bytes"])
     head = "".join(f"{length:>12}" for length in contexts)
     lines = [f"cache ({cache['format']}) of one request", f"  {'group':12}{'layers':>8}{head}"]
@@ -249,7 +249,7 @@ def _cache_size_lines(cache: dict[str, Any]) -> list[str]:
 
 
 def _plan_lines(plan: dict[str, Any]) -> list[str]:
-    """A table: GPUs that share the model across; what each keeps, and what fits, down."""
+    """Format a table: GPUs that share the model across; weights and texts that fit, down."""
     ranks = plan["ranks"]
 
     def row(label: str, cells: list[str]) -> str:

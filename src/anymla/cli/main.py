@@ -1,7 +1,7 @@
-"""The command ``anymla``: finds its subcommands, and imports only the one that is asked for.
+"""The command ``anymla``: finds its subcommands, and imports only the requested one.
 
-Exit codes: 0 ok, 1 a check failed or the machine gave up (a full disk), 2 unusable input or a
-machine that cannot do it, 130 ended by Ctrl-C, 141 nobody reads the output any more.
+Exit codes: 0 ok, 1 a check failed or the machine failed (a full disk), 2 unusable input or a
+machine that lacks a requirement, 130 ended by Ctrl-C, 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from anymla.cli.commands import Group
 from anymla.cli.manners import manners, never_fail_to_print
 
 # Name, module below anymla.cli (with the command named ``command``), and the line in the help,
-# which is repeated here so that listing the commands need not import them.
+# which is repeated here so that a listing imports no command.
 _COMMANDS = {
     "generate": ("generate", "Continue prompts with a checkpoint."),
     "chat": ("chat", "Talk with a checkpoint."),
@@ -31,7 +31,7 @@ _COMMANDS = {
     "replay": ("replay", "Judge again what an audit of a live engine dumped."),
     "bench": ("bench", "Measure speed and memory on this machine."),
 }
-# Other programs' names of these: ollama's, vLLM's, llama.cpp's.
+# Names of these commands in other programs: ollama's, vLLM's, llama.cpp's.
 _OTHER_NAMES = {"run": "chat", "complete": "generate", "perplexity": "score"}
 _NOT_HERE = {
     "serve": "a server is vLLM's work, with anymla inside: pip install '.[vllm]', docs/serve.md",
@@ -50,10 +50,10 @@ class LazyGroup(Group):
     """A group whose subcommands are modules, imported when they run."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words; ``version`` is ``--version``.
+        """Parse the words; ``version`` means ``--version``.
 
         Raises:
-            UsageError: options before a command, among them a command's.
+            UsageError: there are options before the command.
         """
         try:
             return super().parse_args(ctx, ["--version"] if args == ["version"] else args)
@@ -67,7 +67,7 @@ class LazyGroup(Group):
         """Find a subcommand by our name or another program's.
 
         Raises:
-            UsageError: there is none of that name; with what is meant, if that is known.
+            UsageError: there is no such command; the message suggests one, if possible.
         """
         if args[0] in _NOT_HERE:
             raise click.UsageError(f"No command {args[0]!r}: {_NOT_HERE[args[0]]}", ctx)
@@ -76,7 +76,7 @@ class LazyGroup(Group):
         return super().resolve_command(ctx, [_OTHER_NAMES.get(args[0], args[0]), *args[1:]])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, in the order of the table above."""
+        """List the names, in the order of the table above."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -100,13 +100,13 @@ class LazyGroup(Group):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Read this group's own words, of which --help prints."""
+        """Parse this group's own words; --help prints from here."""
         never_fail_to_print()
         with manners():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run; what the system or the user does to it is one line on stderr, or none."""
+        """Run; errors of the system or the user are one line on stderr, or none."""
         with manners():
             return super().invoke(ctx)
 

@@ -27,14 +27,14 @@ from anymla.testing.tiny_options import (
 )
 
 _DEFAULTS = TinyOptions()
-# Two of each role.
+# Two layers of each role.
 _SHARING_LAYERS = 8
 
 
 def _size(
     name: str, help_text: str, *, least: int = 1
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An integer option that is a field of ``TinyOptions``, with that field's default."""
+    """Make an integer option of a field of ``TinyOptions``, with the field's default."""
     return click.option(
         f"--{name.replace('_', '-')}",
         name,
@@ -55,10 +55,10 @@ def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
 
 
 def _shared_sizes(ratios: tuple[int, ...], sizes: dict[str, Any]) -> dict[str, Any]:
-    """What ``--model v4.1`` makes of the options: no layers of V4's, and who shares what.
+    """Apply ``--model v4.1`` to the options: V4.1's own layers and sharing.
 
     Raises:
-        BadInput: an option asks for what such a model has not.
+        BadInput: an option does not exist for such a model.
     """
     given = click.get_current_context().get_parameter_source
     changes: dict[str, Any] = {}
@@ -66,7 +66,8 @@ def _shared_sizes(ratios: tuple[int, ...], sizes: dict[str, Any]) -> dict[str, A
         ("hash_layers", "no such layers, so 0"),
         ("mtp", "no MTP layers, so 0 or --drafter dspark"),
     ):
-        if given(name) is click.core.ParameterSource.DEFAULT:  # which is another model's
+        # the default belongs to another model
+        if given(name) is click.core.ParameterSource.DEFAULT:
             changes[name] = 0
         elif sizes[name] and (name, sizes["drafter"]) != ("mtp", "dspark"):
             option = name.replace("_", "-")

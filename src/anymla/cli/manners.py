@@ -1,4 +1,4 @@
-"""How a command ends: what the system or the user does to it is one line, or none."""
+"""Ends of a command: errors of the system or the user are one line, or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 from anymla.cli.bad_input import BadInput, MachineFailed, of_file
 from anymla.cli.terminal import one_line
 
-# As shells report a process that SIGINT or SIGPIPE has ended.
+# Exit codes that shells report for a process ended by SIGINT or SIGPIPE.
 INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13
 
 
@@ -26,18 +26,18 @@ def never_fail_to_print() -> None:
 
 
 def on_terminal() -> bool:
-    """Whether somebody may watch progress bars, which are drawn on stderr."""
+    """True if a user may watch progress bars, which are drawn on stderr."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def manners() -> Iterator[None]:
-    """Turn what is no mistake of this package into a line on stderr and an exit code.
+    """Convert errors that are no fault of this package to a line on stderr and an exit code.
 
-    A reader that has gone ends the command without a word, Ctrl-C with 130; files, text that is
-    not UTF-8, too deep nesting, missing modules and too little memory are a line. Commands say
-    themselves which ValueErrors are about their input (``bad_input``); any other exception is a
-    mistake of this package and keeps its traceback.
+    If the reader of the output has gone, the command ends silently, at Ctrl-C with 130. Files, text
+    that is not UTF-8, too deep nesting, missing modules and too little memory are one line.
+    Commands decide which ValueErrors concern their input (``bad_input``). Any other exception is a
+    fault of this package and keeps its traceback.
     """
     try:
         try:
@@ -50,10 +50,10 @@ def manners() -> Iterator[None]:
     except click.ClickException as error:
         if _is_help(error):
             raise
-        error.__dict__["message"] = one_line(error.message)  # click calls it final
+        error.__dict__["message"] = one_line(error.message)  # click declares it final
         raise
     except KeyboardInterrupt:
-        click.echo(err=True)  # a progress bar's line, and the terminal's ^C, end here
+        click.echo(err=True)  # ends the line of a progress bar, and the terminal's ^C
         raise click.exceptions.Exit(INTERRUPTED) from None
     except OSError as error:
         if error.errno == errno.EPIPE:
@@ -82,20 +82,20 @@ def _is_help(error: click.ClickException) -> bool:
 
 
 def _close_notice() -> None:
-    """Say what kernels took to compile that no engine has told of."""
+    """Report kernel compilation times that no engine has reported."""
     notice = sys.modules.get("anymla.ops.compile_notice")
     if notice is not None:
         notice.NOTICE.close()
 
 
 def _flush() -> None:
-    """Let what could not be written fail here, not while Python ends."""
+    """Write pending output now, so that a failure is raised here and not at Python's end."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def _drop_output() -> None:
-    """Forget what stdout still holds, which Python would try to write once more at its end."""
+    """Discard stdout's pending output, which Python would try to write at its end."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -108,7 +108,7 @@ def _of_file(error: OSError) -> BadInput:
 
 
 def _while_printing(error: OSError) -> bool:
-    """Whether it came from writing to a standard stream, which the error itself does not say."""
+    """True if the error came from a standard stream, which the error itself does not say."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").split(".")[0] in ("click", "tqdm") or (
         frame.f_code is _flush.__code__
@@ -116,7 +116,7 @@ def _while_printing(error: OSError) -> bool:
 
 
 def _of_machine(error: Exception) -> BadInput | None:
-    """What the machine lacks: a backend, or memory; None for other errors."""
+    """Describe what the machine lacks, a backend or memory; None for other errors."""
     from anymla.ops.memory import ran_out
     from anymla.ops.registry import BackendUnavailable
 

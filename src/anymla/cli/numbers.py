@@ -1,4 +1,4 @@
-"""Numbers on the command line."""
+"""Number types of the command line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import click
 
 
 class Finite(click.FloatRange):
-    """A number in a range, and no NaN, which no comparison would refuse."""
+    """A number in a range that is never NaN, which no comparison would refuse."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
+        """Check and return the number."""
         number = super().convert(value, param, ctx)
         if math.isnan(number) or (math.isinf(number) and self.max is None):
             self.fail(f"must be finite, got {number}.", param, ctx)

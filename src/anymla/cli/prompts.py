@@ -1,4 +1,4 @@
-"""From prompts on the command line and in files to requests."""
+"""Conversion of prompts on the command line and in files to requests."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _BATCH_KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class RequestDefaults:
-    """What a prompt does not say for itself.
+    """Parameters of requests whose prompt does not set them.
 
     Attributes:
-        max_new_tokens: None for 64, or as many as the context has room for.
-        sampling: how tokens are chosen.
-        stop_ids: ids that end a text.
+        max_new_tokens: most tokens to generate; None for 64, or fewer if the context ends before.
+        sampling: parameters of the choice of tokens.
+        stop_ids: ids of tokens that end a text.
     """
 
     max_new_tokens: int | None
@@ -47,12 +47,12 @@ class RequestDefaults:
 
 
 class RequestReader:
-    """Makes requests and refuses those that the model cannot run.
+    """Makes requests, and refuses those that the model cannot run.
 
     Attributes:
-        tokenizer: of the checkpoint.
-        config: of the checkpoint.
-        defaults: for prompts that say nothing else.
+        tokenizer: tokenizer of the checkpoint.
+        config: configuration of the checkpoint.
+        defaults: parameters of prompts that do not set them.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class RequestReader:
         self.defaults = defaults
 
     def from_text(self, name: str, text: str) -> Request:
-        """One prompt.
+        """Make a request of one prompt.
 
         Raises:
-            ValueError: it is empty or too long.
+            ValueError: the prompt is empty or too long.
         """
         token_ids = self._encoded(text)
         request = Request(
@@ -80,14 +80,15 @@ class RequestReader:
         return request
 
     def from_batch(self, path: Path) -> list[Request]:
-        """One request for each line of JSON.
+        """Make one request for each line of JSON.
 
-        A line holds "prompt" or "token_ids", and may hold "id", "max_new_tokens", "temperature",
-        "top_p", "top_k", "min_p", the three penalties and "seed". Blank lines are skipped; an id
-        is by default the line's number.
+        A line has "prompt" or "token_ids", and optionally "id", "max_new_tokens", "temperature",
+        "top_p", "top_k", "min_p", the three penalties and "seed". Blank lines are skipped; the
+        default id is the line's number.
 
         Raises:
-            BadInput: an unusable line, by number; no line at all; a file that cannot be read.
+            BadInput: a line is unusable (the message has its number), there is no line, or the file
+                cannot be read.
         """
         requests: dict[str, Request] = {}
         for number, line in read_text_lines(path):
@@ -154,10 +155,10 @@ class RequestReader:
 
 
 def as_token_ids(value: Any) -> tuple[int, ...]:
-    """A JSON list of token ids.
+    """Check a JSON list of token ids.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the value is anything else.
     """
     if not isinstance(value, list):
         raise ValueError(f'"token_ids" must be a list of integers, got {type(value).__name__}')

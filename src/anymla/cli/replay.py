@@ -1,4 +1,4 @@
-"""``anymla replay``: a case that an audit has dumped, judged again."""
+"""``anymla replay``: a second judgement of a case that an audit has dumped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that every command has which runs a checkpoint."""
+"""Options of every command that runs a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from anymla.runtime.options import EngineOptions
 from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.conformance.ops import all_backends
 
-# Threads for each CPU that may be asked for: more only wait, and too many end the process.
+# Most threads per CPU that an option may request: more only wait, and too many end the process.
 _THREADS_A_CPU = 8
 
 
 def threads_option(*short: str, text: str, **settings: Any) -> Callable[..., Any]:
-    """The ``--threads N`` option, of a number that this machine can run."""
+    """Make the ``--threads N`` option, limited to a number that this machine can run."""
 
     def check(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
         cpus = os.cpu_count() or 1
@@ -47,7 +47,7 @@ def threads_option(*short: str, text: str, **settings: Any) -> Callable[..., Any
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Where a model comes from and how it runs; the fields are the command line's options."""
+    """Source and run parameters of a model; the fields are the command line's options."""
 
     checkpoint: Path
     chunk_size: int
@@ -62,10 +62,10 @@ class RunOptions:
         """Load the model, or this process's part of it.
 
         Args:
-            drafts: with which drafter; see ``load_model``.
+            drafts: drafter to load, see ``load_model``.
 
         Raises:
-            BadInput: the device is not there, or the directory is no usable checkpoint.
+            BadInput: the device does not exist, or the directory is no usable checkpoint.
         """
         device = local_device(self.device)
         with bad_input():
@@ -84,7 +84,7 @@ class RunOptions:
             )
 
     def check(self) -> None:
-        """Raise BadInput for a backend that is not here; set the number of threads."""
+        """Raise BadInput for an unavailable backend; set the number of threads."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         if self.backend is not None and self.backend not in all_backends():
@@ -92,16 +92,16 @@ class RunOptions:
             raise BadInput(f"--backend {self.backend}: there are {known}")
 
     def engine_options(self, **changes: Any) -> EngineOptions:
-        """Options for an engine."""
+        """Return options for an engine."""
         return EngineOptions(kv_cache=self.kv_cache, chunk_size=self.chunk_size, **changes)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a report in JSON."""
+        """Return the options as JSON values for a report."""
         return dataclasses.asdict(self) | {"checkpoint": str(self.checkpoint)}
 
 
 def shared_ranks(all_reduce: str, device: torch.device, dtype: torch.dtype) -> Ranks:
-    """Torchrun's ranks, which add activations of ``dtype`` as ``--all-reduce`` says."""
+    """Return torchrun's ranks, which add activations of ``dtype`` by the ``--all-reduce`` way."""
     ranks = launched()
     return with_peer_memory(ranks, device, dtype) if all_reduce == "auto" else ranks
 
@@ -137,9 +137,9 @@ dtype_option = click.option(
 
 
 def checkpoint_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Take a checkpoint's directory behind ``--checkpoint`` or by itself, as ``checkpoint``.
+    """Accept a checkpoint's directory after ``--checkpoint`` or by itself, as ``checkpoint``.
 
-    The function gets None where neither is given.
+    The function gets None if neither is given.
     """
 
     @functools.wraps(function)
@@ -212,7 +212,7 @@ def run_options(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def as_one(device: torch.device) -> Iterator[Ranks]:
-    """Join torchrun's other processes, of which only the first speaks; errors are shown of all."""
+    """Join torchrun's other processes; only the first prints, but all show errors."""
     with joined(device) as ranks, contextlib.ExitStack() as silence:
         if ranks.rank:
             nowhere = silence.enter_context(open(os.devnull, "w", encoding="utf-8"))
@@ -221,7 +221,7 @@ def as_one(device: torch.device) -> Iterator[Ranks]:
 
 
 def json_option(*, required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The ``--json FILE`` option; the file's directory must exist before anything runs."""
+    """Make the ``--json FILE`` option; the file's directory must exist before anything runs."""
     return click.option(
         "--json",
         "json_file",

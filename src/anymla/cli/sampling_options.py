@@ -1,4 +1,4 @@
-"""Options of how tokens are chosen; what is not given is as the checkpoint says."""
+"""Options of the choice of tokens; the checkpoint's values are the defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anymla.runtime.sampler import DEFAULTED, Sampling, sampling_of
 
 @dataclasses.dataclass(frozen=True)
 class AskedSampling:
-    """What the command line says; None where it says nothing."""
+    """Sampling options of the command line; None for those that are not given."""
 
     temperature: float | None
     top_p: float | None
@@ -26,10 +26,10 @@ class AskedSampling:
     seed: int
 
     def sampling(self, said: GenerationDefaults) -> Sampling:
-        """Together with what the checkpoint says.
+        """Combine the options with the checkpoint's defaults.
 
         Raises:
-            ValueError: values that cannot be meant.
+            ValueError: a value is out of range.
         """
         asked = {name: getattr(self, name) for name in DEFAULTED}
         return sampling_of(said, self.seed, asked)

@@ -1,4 +1,4 @@
-"""A line on stderr that says how fast text was generated."""
+"""A line on stderr with the speed of text generation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from anymla.runtime.request import Completion
 
 
 def say_speed(completion: Completion, remark: str = "") -> None:
-    """Say how many tokens a text has, and how many a second; and of its prompt, how many were read.
+    """Print the tokens of a text, its rate, and the tokens of its prompt that were read.
 
-    The rate is that of the tokens after the first, which the prompt's time brings.
+    The rate is that of the tokens after the first, which belongs to the prompt's time.
 
     Args:
-        completion: the request.
-        remark: a word more, at the end of the line.
+        completion: completion of the request.
+        remark: further word at the end of the line.
     """
     timings = completion.timings.as_dict()
     prompt = len(completion.request.token_ids)
@@ -30,11 +30,11 @@ def say_speed(completion: Completion, remark: str = "") -> None:
 
 
 def say_speed_of_all(completions: Sequence[Completion], seconds: float) -> None:
-    """The same for requests that ran together, with one rate of all of them.
+    """Print the same for requests that ran together, with one rate for all.
 
     Args:
-        completions: the requests.
-        seconds: from the first step to the last.
+        completions: completions of the requests.
+        seconds: duration in seconds from the first step to the last.
     """
     count = sum(len(each.token_ids) for each in completions)
     prompts = sum(len(each.request.token_ids) for each in completions)
@@ -48,5 +48,5 @@ def _tokens(count: int) -> str:
 
 
 def _rate(count: int, seconds: float) -> str:
-    """A rate behind a comma; nothing for too few tokens to have one."""
+    """Format a rate after a comma; "" if there are too few tokens for one."""
     return f", {count / seconds:.1f} tokens/s" if count > 0 and seconds > 0 else ""

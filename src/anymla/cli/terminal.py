@@ -1,4 +1,4 @@
-"""Text of strangers on its way to a terminal: it must not move the cursor, nor fill the screen."""
+"""Output of untrusted text to a terminal: it must not move the cursor, nor fill the screen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import click
 
-# C0 but tab and newline, DEL, C1, line separators, overrides of direction, half characters.
+# C0 without tab and newline, DEL, C1, line separators, overrides of direction, surrogates.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -19,12 +19,12 @@ _MOST, _END = 400, 120
 
 
 def escaped(text: str) -> str:
-    """The text with control characters written as Python writes them."""
+    """Escape the text's control characters as Python does."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def one_line(message: object, most: int = _MOST) -> str:
-    """A message in one line of at most ``most`` characters; of a longer one, both ends."""
+    """Shorten a message to one line of at most ``most`` characters, keeping both ends."""
     text = " ".join(escaped(str(message)).split())
     if len(text) <= most:
         return text
@@ -32,17 +32,17 @@ def one_line(message: object, most: int = _MOST) -> str:
 
 
 def say(text: str, *, nl: bool = True) -> None:
-    """Print to stdout: escaped on a terminal, as it is into a file or a pipe."""
+    """Print to stdout: escaped on a terminal, unchanged into a file or a pipe."""
     shown = escaped(text) if sys.stdout.isatty() else text
-    # click would take colours out of what goes into a pipe.
+    # click would remove colours from output into a pipe.
     click.echo(shown, nl=nl, color=True)
 
 
 @contextlib.contextmanager
 def held_stderr() -> Iterator[None]:
-    """Hold back what is written to file descriptor 2, and drop it if an exception is raised.
+    """Hold back output to file descriptor 2, and drop it if an exception is raised.
 
-    Rust prints a panic before Python learns of it; the exception is what the command says.
+    Rust prints a panic before Python learns of it; the command reports the exception instead.
     """
     try:
         before = os.dup(2)

@@ -1,4 +1,4 @@
-"""``anymla warm-up``: compile, ahead of time, all that serving a checkpoint will use."""
+"""``anymla warm-up``: compile ahead of time all kernels that serving a checkpoint uses."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Names that other people's code calls, as thin adapters over ``anymla.ops``."""
+"""Other libraries' interfaces as thin adapters over ``anymla.ops``."""

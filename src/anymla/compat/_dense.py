@@ -21,7 +21,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     is_varlen: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention is not provided: raises NotImplementedError."""
+    """Raise NotImplementedError, because dense attention is not provided."""
     not_provided("flash_attn_varlen_func")
 
 
@@ -36,7 +36,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     is_varlen: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention is not provided: raises NotImplementedError."""
+    """Raise NotImplementedError, because dense attention is not provided."""
     not_provided("flash_attn_varlen_qkvpacked_func")
 
 
@@ -54,12 +54,12 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     is_varlen: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention is not provided: raises NotImplementedError."""
+    """Raise NotImplementedError, because dense attention is not provided."""
     not_provided("flash_attn_varlen_kvpacked_func")
 
 
 def not_provided(name: str, call: str = "(dense attention)") -> NoReturn:
-    """Raise NotImplementedError, which says what to do instead."""
+    """Raise NotImplementedError with a message that names an alternative."""
     raise NotImplementedError(
         f"anymla.compat.flash_mla: {name} {call} is not provided, anymla's attention is sparse; "
         "list the slots in indices, or use FlashMLA itself or "

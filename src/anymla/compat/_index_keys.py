@@ -1,4 +1,4 @@
-"""Index queries and keys as DeepGEMM stores them, as anymla's operations take them.
+"""Conversion of DeepGEMM's index queries and keys to the arguments of anymla's operations.
 
 Three formats: e4m3 keys with a float32 scale each ("fp8"), and MXFP8 and MXFP4 with one scale byte
 for 32 channels, four of them in an int32, whose queries have such scales too.
@@ -33,7 +33,7 @@ def queries(name: str, q: Operand) -> tuple[Tensor, Tensor | None, str]:
     Queries of MXFP8 come back in bfloat16, which holds them.
 
     Raises:
-        TypeError, ValueError: packed values without scales, or scales of another dtype.
+        TypeError, ValueError: packed values have no scales, or scales have another dtype.
     """
     values, scales = parts(q)
     if values.dtype in _PACKED:
@@ -48,7 +48,8 @@ def queries(name: str, q: Operand) -> tuple[Tensor, Tensor | None, str]:
 def key_list(name: str, kv: Operand) -> tuple[Tensor, Tensor | None]:
     """Return keys [N, D] and their scales [N] float32, or None for 1.
 
-    Keys of MXFP8 and MXFP4 come back in bfloat16, which holds a code times a power of two.
+    Keys of MXFP8 and MXFP4 are returned in bfloat16, which holds a code times a power of two
+    exactly.
     """
     keys, scales = parts(kv)
     if keys.dtype in _PACKED:
@@ -65,18 +66,18 @@ class StoredKeys:
     """Keys that are read entry by entry, as bytes.
 
     Attributes:
-        count: entries.
-        device: where they are.
-        layout: layout id of the pages that ``pages`` makes.
+        count: number of entries.
+        device: device of the keys.
+        layout: layout id of the result of ``pages``.
     """
 
     def __init__(self, values: Tensor, scales: Tensor, form: str) -> None:
         """Keep the entries of pages, which are not copied.
 
         Args:
-            values: uint8 [P, B, bytes] of P pages of B entries.
-            scales: uint8 [P, B, 4].
-            form: "fp8", "mxfp8" or "mxfp4".
+            values: uint8 [P, B, bytes], P pages of B entries.
+            scales: uint8 [P, B, 4] scale bytes.
+            form: number format of the keys: "fp8", "mxfp8" or "mxfp4".
         """
         self._values, self._scales, self._form = values, scales, form
         self._page = values.shape[1]
@@ -114,8 +115,8 @@ class StoredKeys:
         """Return a cache of ``layout`` with the given entries side by side.
 
         Args:
-            entries: int64 [n], each within 0 .. count - 1; n a multiple of ``page``.
-            page: entries of a page of the result.
+            entries: int64 [n], each within 0 .. count - 1; n is a multiple of ``page``.
+            page: number of entries per page of the result.
         """
         values, scales = (
             each[entries // self._page, entries % self._page]
@@ -135,12 +136,12 @@ class StoredKeys:
 
 
 def decoded_pages(name: str, cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the listed pages of an MXFP8 cache in bfloat16, and the block table of them.
+    """Return the listed pages of an MXFP8 cache in bfloat16, and a block table for them.
 
     Args:
-        name: function that was called, for messages.
-        cache: [P, B, 1, D + 4] uint8.
-        block_table: [R, C] int32; numbers that name no page become -1.
+        name: name of the called function, for messages.
+        cache: uint8 [P, B, 1, D + 4] pages.
+        block_table: int32 [R, C] page numbers; numbers of no page become -1.
     """
     stored = StoredKeys.of_cache(name, cache, "mxfp8")
     there = (block_table >= 0) & (block_table < len(cache))

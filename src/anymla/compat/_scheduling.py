@@ -13,17 +13,17 @@ from anymla.ops.sparse_attention import sparse_attention_plan
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """Scheduling of decode calls: where the first one leaves how it shares out its work.
+    """Scheduling of decode calls, which holds the work distribution of the first call.
 
     Later calls of the same shapes follow it, as the layers of a step do. Any other call may reuse
-    it as well: one of other shapes makes its own, and lists of other lengths are only shared out
-    less evenly.
+    the object as well: a call of other shapes makes its own plan, and lists of other lengths are
+    only distributed less evenly.
 
     Attributes:
-        have_initialized: a call has been made.
-        config: of that call: shapes, device, and whether a graph was being captured.
-        tile_scheduler_metadata: int32, a plan of ``sparse_attention``, or None if it needs none.
-        num_splits: None.
+        have_initialized: True after the first call.
+        config: shapes and device of that call, and whether it was captured in a graph.
+        tile_scheduler_metadata: int32 plan of ``sparse_attention``, or None if it needs none.
+        num_splits: always None, for compatibility.
     """
 
     have_initialized: bool = False
@@ -39,11 +39,11 @@ class FlashMLASchedMeta:
         width: int,
         extra_width: int | None,
     ) -> Tensor | None:
-        """The plan of a call with these lengths [T] and widths of lists."""
+        """Return the plan for these lengths [T] and widths of lists."""
         some = extra_lengths if lengths is None else lengths
         if some is None or not some.is_cuda or torch.compiler.is_compiling():
             return None
-        # What a graph writes is not there before it is replayed.
+        # A plan written inside a graph does not exist before the graph is replayed.
         capturing = torch.cuda.is_current_stream_capturing()
         config = (len(some), heads, width, extra_width, some.device, capturing)
         if not self.have_initialized or self.config != config:
@@ -55,9 +55,9 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """The scheduling argument of ``flash_mla_with_kvcache``, empty; all arguments are ignored.
+    """Return an empty scheduling argument of ``flash_mla_with_kvcache``; ignore all arguments.
 
-    One for the layers of a step whose lists are as long; it is filled by the first of them.
+    The layers of a step whose lists are equally long share one; the first of them fills it.
     """
     return FlashMLASchedMeta(), None
 
@@ -73,11 +73,11 @@ def get_mla_decoding_metadata(
 ) -> tuple[Tensor, Tensor]:
     """Return scheduling tensors that a caller may put into a ``FlashMLASchedMeta``.
 
-    The first decode call replaces them by a plan of its own, so that they say nothing.
+    The first decode call replaces them by its own plan, so their values have no meaning.
 
     Args:
-        seqlens_k: [b] int32, keys of each request.
-        num_q_tokens_per_head_k: queries a KV head; ignored, as is all that follows.
+        seqlens_k: int32 [b], number of keys of each request.
+        num_q_tokens_per_head_k: queries per KV head; ignored, as are all later arguments.
         h_k: number of KV heads.
         h_q: number of query heads.
         is_fp8_kvcache: True for caches of FP8 rows.

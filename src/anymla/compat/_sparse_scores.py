@@ -1,8 +1,8 @@
 """Index scores of listed blocks of keys: DeepGEMM's sparse logits over ``paged_mqa_logits``.
 
-What DeepGEMM calls metadata says here where each listed block lies and which of its keys are
-visible. Keys are gathered, some rows at a time, into pages that kernels of anymla score: work and
-memory follow the lists, not the context. Nothing waits for the device.
+DeepGEMM's metadata argument holds here the position of each listed block and the range of its
+visible keys. Keys are gathered, some rows at a time, into pages that kernels of anymla score: work
+and memory follow the lists, not the context. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from anymla.compat._index_keys import Operand, StoredKeys, queries
 from anymla.ops.indexer import paged_mqa_logits
 from anymla.ops.registry import INT32, check, require
 
-# Gathered keys of some rows stay below this many bytes.
+# Upper bound of gathered keys at a time, in bytes.
 _GATHERED_BYTES = 1 << 28
 _PAGE = 64
-_MOST_KEYS = 1 << 15  # of a block: two bounds share an int32
+_MOST_KEYS = 1 << 15  # keys per block: two bounds share an int32
 
 
 def get_sparse_mqa_logits_metadata(
@@ -30,27 +30,27 @@ def get_sparse_mqa_logits_metadata(
     sparse_block_kv: int,
     use_unaligned_ks: bool = False,
 ) -> Tensor:
-    """Return what ``fp8_fp4_sparse_mqa_logits`` is given of the rows' blocks.
+    """Return the metadata argument of ``fp8_fp4_sparse_mqa_logits`` for the rows' blocks.
 
-    Of a row's list the first ceil((end - start) / sparse_block_kv) blocks count, or all if it has
-    no more. Block i holds the keys from ``i * sparse_block_kv`` on, or with ``use_unaligned_ks``
-    from ``i * sparse_block_kv + start % sparse_block_kv`` on.
+    The first ceil((end - start) / sparse_block_kv) blocks of a row's list count, or all if it has
+    fewer. Block i holds the keys from ``i * sparse_block_kv`` on, or with ``use_unaligned_ks`` from
+    ``i * sparse_block_kv + start % sparse_block_kv`` on.
 
     Args:
-        cu_seq_len_k_start: [M] int32, first visible key of each row.
-        cu_seq_len_k_end: [M] int32, one past the last.
-        num_kv_tokens: keys of the list; bounds are clamped to it.
-        sparse_kv_block_indices: [M, blocks] int32, numbers of blocks in any order; negative ones
-            name none.
-        qk_dtype: ignored: the scores see the dtype of the queries.
-        sparse_block_kv: keys of a block; DeepGEMM takes 8 and 16.
-        use_unaligned_ks: see above.
+        cu_seq_len_k_start: int32 [M], first visible key of each row.
+        cu_seq_len_k_end: int32 [M], one past the last visible key.
+        num_kv_tokens: number of keys in the list; bounds are clamped to it.
+        sparse_kv_block_indices: int32 [M, blocks], numbers of blocks in any order; negative numbers
+            name no block.
+        qk_dtype: ignored, because the scores follow the dtype of the queries.
+        sparse_block_kv: number of keys per block; DeepGEMM supports 8 and 16.
+        use_unaligned_ks: True if blocks are counted from the start, see above.
 
     Returns:
-        uint8 [M * blocks * 8], a copy of what it was made of.
+        uint8 [M * blocks * 8] metadata, independent of the arguments' memory.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: an argument has a wrong dtype, shape or device.
     """
     name = "get_sparse_mqa_logits_metadata"
     check(
@@ -79,25 +79,26 @@ def get_paged_sparse_mqa_logits_metadata(
     qk_dtype: torch.dtype,
     sparse_block_kv: int,
 ) -> Tensor:
-    """Return what ``fp8_fp4_paged_sparse_mqa_logits`` is given of the rows' blocks.
+    """Return the metadata argument of ``fp8_fp4_paged_sparse_mqa_logits`` for the rows' blocks.
 
-    Of a row's list the first ceil(length / sparse_block_kv) blocks count, or all if it has no more.
+    The first ceil(length / sparse_block_kv) blocks of a row's list count, or all if it has fewer.
 
     Args:
-        context_lens: [T] or [T, 1] int32, entries visible to each row.
-        block_table: [T, pages] int32, the pages of each row.
-        indices: [T] int32, request of each row, or None; it changes no result.
-        page_kv: entries of a page, a multiple of ``sparse_block_kv``.
-        sparse_kv_block_indices: [T, blocks] int32, numbers of blocks of the row's own entries in
-            any order; negative ones name none.
-        qk_dtype: ignored: the scores see the dtype of the queries.
-        sparse_block_kv: entries of a block; DeepGEMM takes 8 and 16.
+        context_lens: int32 [T] or [T, 1], number of entries visible to each row.
+        block_table: int32 [T, pages], pages of each row.
+        indices: int32 [T], request of each row, or None; it changes no result.
+        page_kv: number of entries per page, a multiple of ``sparse_block_kv``.
+        sparse_kv_block_indices: int32 [T, blocks], numbers of blocks of the row's own entries in
+            any order; negative numbers name no block.
+        qk_dtype: ignored, because the scores follow the dtype of the queries.
+        sparse_block_kv: number of entries per block; DeepGEMM supports 8 and 16.
 
     Returns:
-        uint8 [T * blocks * 8], a copy of what it was made of.
+        uint8 [T * blocks * 8] metadata, independent of the arguments' memory.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device, or blocks that do not divide a page.
+        TypeError, ValueError: an argument has a wrong dtype, shape or device, or blocks do not
+            divide a page.
     """
     name = "get_paged_sparse_mqa_logits_metadata"
     check(
@@ -121,7 +122,7 @@ def get_paged_sparse_mqa_logits_metadata(
     page = block_table.gather(1, torch.where(counts, column, 0)).long()
     counts &= page >= 0
     high = (length - block * sparse_block_kv).clamp(0, sparse_block_kv)
-    # Counted in blocks: entries of a large cache pass 2^31.
+    # Counted in blocks, because entries of a large cache exceed 2^31.
     return _metadata(page * share + block % share, 0 * high, torch.where(counts, high, 0))
 
 
@@ -140,21 +141,21 @@ def fp8_fp4_sparse_mqa_logits(
     key j of the i-th block of its list, and -inf if that key is not visible.
 
     Args:
-        q: queries and their scales: [M, H, 128] float8_e4m3fn or [M, H, 64] packed e2m1, and
-            [M, H] int32, four scale bytes each. Or [M, H, 128] float8_e4m3fn without scales, for
-            keys with float32 ones, which DeepGEMM does not take.
-        kv: keys [N, 128] or [N, 64] like q, and their scales, [N] int32 (float32).
-        weights: [M, H] bfloat16, or float32, which DeepGEMM does not take.
-        metadata: from ``get_sparse_mqa_logits_metadata``, of the same rows and blocks.
-        num_max_sparse_blocks: blocks of a list.
-        sparse_block_kv: keys of a block, as for the metadata.
-        use_unaligned_ks: no effect: the metadata says it.
+        q: queries and their scales: [M, H, 128] float8_e4m3fn or [M, H, 64] packed e2m1, and [M, H]
+            int32 of four scale bytes. Or [M, H, 128] float8_e4m3fn without scales, for keys with
+            float32 scales, which DeepGEMM does not support.
+        kv: keys [N, 128] or [N, 64] in q's format, and their scales, [N] int32 (or float32).
+        weights: [M, H] bfloat16, or float32, which DeepGEMM does not support.
+        metadata: result of ``get_sparse_mqa_logits_metadata`` for the same rows and blocks.
+        num_max_sparse_blocks: number of blocks per list.
+        sparse_block_kv: number of keys per block, as for the metadata.
+        use_unaligned_ks: ignored, because the metadata holds it.
 
     Returns:
-        [M, num_max_sparse_blocks * sparse_block_kv] of the dtype of the weights.
+        [M, num_max_sparse_blocks * sparse_block_kv] scores in the dtype of the weights.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: an argument has a wrong dtype, shape or device.
     """
     name = "fp8_fp4_sparse_mqa_logits"
     values, factors, form = queries(name, q)
@@ -174,22 +175,24 @@ def fp8_fp4_paged_sparse_mqa_logits(
 ) -> Tensor:
     """Score the listed blocks of every row's pages, side by side.
 
-    As ``fp8_fp4_sparse_mqa_logits``; blocks on pages beyond the cache are not visible.
+    The scores are those of ``fp8_fp4_sparse_mqa_logits``; blocks on pages beyond the cache are not
+    visible.
 
     Args:
-        q: as there, with a dimension of 1 after the first: [T, 1, H, _], scales [T, 1, H].
+        q: as for that function, with a dimension of 1 after the first: [T, 1, H, _], scales [T, 1,
+            H].
         kv_cache: [P, page_kv, 1, D + 4] uint8, a page's codes and then its scales; or [P, page_kv,
             1, D / 2 + 4], packed. Any page stride.
-        weights: [T, H] bfloat16 or float32.
-        metadata: from ``get_paged_sparse_mqa_logits_metadata``, of the same rows and blocks.
-        num_max_sparse_blocks: blocks of a list.
-        sparse_block_kv: entries of a block, as for the metadata.
+        weights: head weights [T, H], bfloat16 or float32.
+        metadata: result of ``get_paged_sparse_mqa_logits_metadata`` for the same rows and blocks.
+        num_max_sparse_blocks: number of blocks per list.
+        sparse_block_kv: number of entries per block, as for the metadata.
 
     Returns:
-        [T, num_max_sparse_blocks * sparse_block_kv] of the dtype of the weights.
+        [T, num_max_sparse_blocks * sparse_block_kv] scores in the dtype of the weights.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: an argument has a wrong dtype, shape or device.
     """
     name = "fp8_fp4_paged_sparse_mqa_logits"
     values, factors, form = queries(name, q)
@@ -207,20 +210,20 @@ def fp8_fp4_paged_sparse_mqa_logits(
 
 
 class _Blocks:
-    """The blocks of a call, read from its metadata."""
+    """The listed blocks, read from the metadata argument."""
 
     def __init__(
         self, name: str, metadata: Tensor, rows: int, blocks: int, keys: int, unit: int
     ) -> None:
-        """Read metadata of rows that list so many blocks of so many keys.
+        """Read metadata of rows that list ``blocks`` blocks of ``keys`` keys.
 
         Args:
-            name: function that was called, for messages.
-            metadata: what the caller gave.
-            rows: queries of the call.
-            blocks: blocks of a list.
-            keys: keys of a block.
-            unit: keys that places in the metadata count.
+            name: name of the called function, for messages.
+            metadata: metadata argument of the caller.
+            rows: number of queries.
+            blocks: number of blocks per list.
+            keys: number of keys per block.
+            unit: number of keys that a position in the metadata counts.
         """
         _check_block(name, keys)
         fits = metadata.dtype == torch.uint8 and metadata.numel() == rows * blocks * 8
@@ -267,7 +270,7 @@ class _Blocks:
         return out
 
     def _entries(self, rows: slice, count: int) -> tuple[Tensor, Tensor]:
-        """Return the entry of each column [t, columns], 0 for none, and which are visible."""
+        """Return each column's entry [t, columns], 0 for none, and the mask of visible ones."""
         key = torch.arange(self._keys, device=self._place.device)
         first = self._place[rows].long().unsqueeze(2) * self._unit
         low, high = (each[rows].unsqueeze(2) for each in (self._low, self._high))
@@ -282,7 +285,7 @@ def _check_block(name: str, keys: int) -> None:
 
 
 def _is_counted(blocks: Tensor, length: Tensor, keys: int) -> Tensor:
-    """Return which columns of lists [T, n] count for rows of [T, 1] visible keys."""
+    """Return the mask of columns of lists [T, n] that count for rows of [T, 1] visible keys."""
     column = torch.arange(blocks.shape[1], device=blocks.device)
     return (column < (length.clamp(min=0) + keys - 1) // keys) & (blocks >= 0)
 

@@ -1,16 +1,16 @@
 """DeepGEMM's index scores over anymla's operations: ``from anymla.compat import deep_gemm``.
 
-For engines that keep their own top-k. The functions take what DeepGEMM's take and return what they
-return, on every device that anymla runs on; numbers of heads, page sizes and next_n are free. Where
-DeepGEMM leaves scores of invisible entries undefined, they are -inf here. Schedules are not needed:
-any ``schedule_meta`` will do, None included. DeepGEMM's other functions, its matrix products and
-what is fused with them, are not provided: a call of one raises NotImplementedError.
+These functions are for engines that keep their own top-k. They have DeepGEMM's parameters and
+results, on every device that anymla supports; numbers of heads, page sizes and next_n are free.
+Where DeepGEMM leaves scores of invisible entries undefined, they are -inf here. Schedules are not
+needed: any ``schedule_meta`` is accepted, None included. DeepGEMM's other functions, its matrix
+products and their fusions, are not provided: they raise NotImplementedError.
 
-Two signatures are known, and told apart by type: those of DeepGEMM 2.8 and sgl-deep-gemm 0.2.5
+Two signatures are known, and distinguished by type: those of DeepGEMM 2.8 and sgl-deep-gemm 0.2.5
 (``signatures.json``), where logits have the dtype of the weights and a row's first column is its
 first key; and those of DeepGEMM 2.5, with ``clean_logits`` and ``logits_dtype``.
 
-``anymla.ops.indexer.select_topk`` does scores and selection in bounded memory instead.
+``anymla.ops.indexer.select_topk`` computes scores and selection together in bounded memory.
 
 Source of the contract: DeepGEMM's public interface and tests (github.com/deepseek-ai/DeepGEMM).
 """
@@ -53,12 +53,12 @@ __all__ = [
     "set_num_sms",
 ]
 
-# Version of the interface, and whose it is here.
+# Version of the interface, with a suffix that names this implementation.
 __version__ = "0.2.5+anymla"
 
-# Scores of one call stay below this many elements (256 MiB) where rows are moved to their start.
+# Upper bound of one call's scores, in elements (256 MiB), if rows are moved to their start.
 _MOVED_ELEMENTS = 1 << 26
-# Bytes of pages that are decoded at a time, of MXFP8.
+# Upper bound of MXFP8 pages that are decoded at a time, in bytes.
 _DECODED_BYTES = 1 << 28
 _LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -68,11 +68,11 @@ _num_sms: int | None = None
 
 
 def _known_by(place: int, *older: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function take calls of an older signature, which has a bool at a position.
+    """Accept calls of an older signature, recognised by a bool at a position.
 
     Args:
         place: position of that bool.
-        older: names of the older parameters from there on.
+        older: names of the older signature's parameters from there on.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -95,7 +95,7 @@ def _known_by(place: int, *older: str) -> Callable[[Callable[P, R]], Callable[P,
 
 
 def get_num_sms() -> int:
-    """Return the SMs to plan for: as set, or the device's; 1 without a GPU."""
+    """Return the number of SMs to plan for: as set, or the device's; 1 without a GPU."""
     if _num_sms is not None:
         return _num_sms
     if torch.cuda.is_available():
@@ -104,10 +104,10 @@ def get_num_sms() -> int:
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Set what ``get_num_sms`` returns, and nothing else: kernels of anymla use the whole device.
+    """Set the result of ``get_num_sms`` and nothing else: anymla's kernels use the whole device.
 
     Raises:
-        ValueError: num_sms below 1.
+        ValueError: ``num_sms`` is below 1.
     """
     global _num_sms
     require(num_sms >= 1, "set_num_sms", "num_sms", ">= 1", num_sms)
@@ -120,13 +120,13 @@ def get_mqa_logits_metadata(
     """Return the schedule argument of ``fp8_fp4_mqa_logits``, which ignores it.
 
     Args:
-        cu_seq_len_k_start: [M] int32, first visible key of each row.
-        cu_seq_len_k_end: [M] int32, one past the last.
-        num_kv_tokens: keys of the list.
-        num_heads: heads of the queries.
+        cu_seq_len_k_start: int32 [M], first visible key of each row.
+        cu_seq_len_k_end: int32 [M], one past the last visible key.
+        num_kv_tokens: number of keys in the list.
+        num_heads: number of heads of the queries.
 
     Returns:
-        [1] int32, zero.
+        int32 [1], always zero.
     """
     return torch.zeros(1, dtype=torch.int32, device=cu_seq_len_k_start.device)
 
@@ -137,10 +137,10 @@ def get_paged_mqa_logits_metadata(
     """Return the schedule argument of the paged functions, which ignore it.
 
     Args:
-        context_lens: [B] or [B, next_n] int32.
-        block_kv: entries of a page.
-        num_sms: SMs to plan for.
-        indices: [B] int32, which rows belong together.
+        context_lens: int32 [B] or [B, next_n], visible entries.
+        block_kv: number of entries per page.
+        num_sms: number of SMs to plan for.
+        indices: int32 [B], rows that belong together.
 
     Returns:
         [num_sms + 1, 2] int32 zeros.
@@ -157,21 +157,21 @@ def fp8_mqa_logits(
     clean_logits: bool | int = True,
     max_seqlen_k: int = 0,
 ) -> Tensor:
-    """Scores against one dense list of FP8 keys, by DeepGEMM 2.5's signature.
+    """Compute scores against one dense list of FP8 keys, in DeepGEMM 2.5's signature.
 
     Args:
-        q: [M, H, D] float8_e4m3fn.
-        kv: [N, D] float8_e4m3fn and their scales, [N] float32.
-        weights: [M, H] float32.
-        cu_seq_len_k_start: [M] int32, first visible key of each row.
-        cu_seq_len_k_end: [M] int32, one past the last.
-        clean_logits: invisible scores shall be -inf; they always are. A number that is no bool
-            here is ``max_seqlen_k``, as in ``fp8_fp4_mqa_logits``.
-        max_seqlen_k: if above 0, columns of the result, which then start at each row's first key;
-            not with ``clean_logits``, as in DeepGEMM.
+        q: queries [M, H, D] in float8_e4m3fn.
+        kv: keys [N, D] in float8_e4m3fn, and their scales [N] in float32.
+        weights: head weights [M, H] in float32.
+        cu_seq_len_k_start: int32 [M], first visible key of each row.
+        cu_seq_len_k_end: int32 [M], one past the last visible key.
+        clean_logits: True to request -inf for invisible scores, which they always are. A number
+            that is no bool is taken as ``max_seqlen_k``, as in ``fp8_fp4_mqa_logits``.
+        max_seqlen_k: if above 0, number of columns of the result, which then starts at each row's
+            first key; not with ``clean_logits``, as in DeepGEMM.
 
     Returns:
-        [M, N] or [M, max_seqlen_k] float32.
+        Scores [M, N] or [M, max_seqlen_k] in float32.
     """
     if not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = False, clean_logits
@@ -200,28 +200,30 @@ def fp8_fp4_mqa_logits(
     clean_logits: bool = False,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``sum_h weights[m, h] * relu(q[m, h] . k[n])`` for visible keys, else -inf.
+    """Compute ``sum_h weights[m, h] * relu(q[m, h] . k[n])`` for visible keys, else -inf.
 
     Args:
         q: [M, H, D] float8_e4m3fn, alone or with None; or with [M, H] int32, four scale bytes
             each, block 0 lowest (MXFP8); or [M, H, D/2] packed e2m1 (int8 or uint8, even channel
             in the low half) with such scales (MXFP4).
-        kv: [N, D] float8_e4m3fn and [N] float32; or as q with [N] int32. Keys alone have scale 1.
-        weights: [M, H] float32 or bfloat16.
-        cu_seq_len_k_start: [M] int32, first visible key of each row.
-        cu_seq_len_k_end: [M] int32, one past the last.
-        max_seqlen_k: if above 0, columns of the result, which then start at each row's first key.
-            0 (which today's DeepGEMM does not take) for all N keys.
-        schedule_meta: ignored: nothing is scheduled beforehand.
-        clean_logits: invisible scores shall be -inf; they always are. Not True with
+        kv: keys [N, D] float8_e4m3fn and [N] float32; or as q with [N] int32. Keys alone have scale
+            1.
+        weights: head weights [M, H], float32 or bfloat16.
+        cu_seq_len_k_start: int32 [M], first visible key of each row.
+        cu_seq_len_k_end: int32 [M], one past the last visible key.
+        max_seqlen_k: if above 0, number of columns of the result, which then starts at each row's
+            first key. 0 (which current DeepGEMM refuses) for all N keys.
+        schedule_meta: ignored, because no schedule is needed.
+        clean_logits: True to request -inf for invisible scores, which they always are. Not with
             ``max_seqlen_k``, as in DeepGEMM 2.5.
-        logits_dtype: float32 or bfloat16, rounded at the end; None for that of the weights.
+        logits_dtype: dtype of the result, float32 or bfloat16; None for that of the weights.
 
     Returns:
-        [M, N] or [M, max_seqlen_k] of ``logits_dtype``.
+        Scores [M, N] or [M, max_seqlen_k] in ``logits_dtype``.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device, or max_seqlen_k with clean_logits.
+        TypeError, ValueError: an argument has a wrong dtype, shape or device, or max_seqlen_k is
+            given with clean_logits.
     """
     name = "fp8_fp4_mqa_logits"
     dtype = _logits_dtype(name, logits_dtype, weights)
@@ -268,10 +270,10 @@ def fp8_paged_mqa_logits(
     clean_logits: bool | Tensor | None = False,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """Scores against FP8 pages in float32, by DeepGEMM 2.5's signature.
+    """Compute scores against FP8 pages in float32, in DeepGEMM 2.5's signature.
 
-    Arguments are those of ``fp8_fp4_paged_mqa_logits``. A tensor for ``clean_logits`` is taken for
-    ``indices``, as there.
+    The arguments are those of ``fp8_fp4_paged_mqa_logits``. A tensor for ``clean_logits`` is taken
+    as ``indices``.
     """
     return fp8_fp4_paged_mqa_logits(
         q,
@@ -300,7 +302,7 @@ def fp8_fp4_paged_mqa_logits(
     clean_logits: bool = False,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``sum_h weights[m, h] * relu(q[m, h] . key)`` over every request's pages.
+    """Compute ``sum_h weights[m, h] * relu(q[m, h] . key)`` over every request's pages.
 
     Args:
         q: [B, next_n, H, D] float8_e4m3fn, alone or with None; or with [B, next_n, H] int32 scales
@@ -309,21 +311,21 @@ def fp8_fp4_paged_mqa_logits(
         kv_cache: [P, block, 1, D + 4] uint8, a page's codes and then its scales, float32 or (with
             scales of q) int32; or [P, block, 1, D/2 + 4], packed codes and then four scale bytes
             an entry. Any page stride. D is 128.
-        weights: [B * next_n, H] float32 or bfloat16.
-        context_lens: [B, next_n] int32, entries visible to each row; or [B], entries visible to
-            the last row of each request, the rows before it seeing one less each.
-        block_table: [B, pages] int32.
-        schedule_meta: ignored: nothing is scheduled beforehand.
-        max_context_len: columns of the result.
-        indices: ignored; it tells which rows share pages, which changes no result.
-        clean_logits: invisible scores shall be -inf; they always are.
-        logits_dtype: float32 or bfloat16, rounded at the end; None for that of the weights.
+        weights: head weights [B * next_n, H], float32 or bfloat16.
+        context_lens: int32 [B, next_n], number of entries visible to each row; or [B], number of
+            entries visible to the last row of each request, one less for each row before it.
+        block_table: int32 [B, pages], page numbers of each request.
+        schedule_meta: ignored, because no schedule is needed.
+        max_context_len: number of columns of the result.
+        indices: ignored; it names rows that share pages, which changes no result.
+        clean_logits: True to request -inf for invisible scores, which they always are.
+        logits_dtype: dtype of the result, float32 or bfloat16; None for that of the weights.
 
     Returns:
-        [B * next_n, max_context_len] of ``logits_dtype``.
+        Scores [B * next_n, max_context_len] in ``logits_dtype``.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: an argument has a wrong dtype, shape or device.
     """
     name = "fp8_fp4_paged_mqa_logits"
     dtype = _logits_dtype(name, logits_dtype, weights)
@@ -360,7 +362,7 @@ def _mxfp8_paged_logits(
     block_table: Tensor,
     max_context: int,
 ) -> Tensor:
-    """``paged_mqa_logits`` over MXFP8 pages, which are decoded for some requests at a time."""
+    """Run ``paged_mqa_logits`` over MXFP8 pages, which are decoded for some requests at a time."""
     requests, rows = q.shape[:2]
     check(
         name,
@@ -393,7 +395,7 @@ def _wide(weights: Tensor) -> Tensor:
 
 
 def _logits_dtype(name: str, given: torch.dtype | None, weights: Tensor) -> torch.dtype:
-    """Return the dtype of the result: as given, or bfloat16 for weights of it, else float32."""
+    """Return the result's dtype: as given, or bfloat16 for bfloat16 weights, else float32."""
     if given is None:
         return torch.bfloat16 if weights.dtype == torch.bfloat16 else torch.float32
     if given not in _LOGITS_DTYPES:
@@ -411,7 +413,7 @@ def _names() -> frozenset[str]:
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """Return a function that says that DeepGEMM's function of that name is not provided."""
+    """Return a function that raises, because DeepGEMM's function is not provided."""
     if name not in _names():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,8 +1,8 @@
 """FlashMLA's Python interface over anymla's operations: ``from anymla.compat import flash_mla``.
 
-The functions take what FlashMLA's take and return what they return, on every device that anymla
-runs on; docs/compat.md lists what differs. Numbers of heads, top-k widths, page sizes and page
-strides are free. The dense functions and the fused ones are not provided.
+The functions have FlashMLA's parameters and results, on every device that anymla supports;
+docs/compat.md lists the differences. Numbers of heads, top-k widths, page sizes and page strides
+are free. The dense functions and the fused ones are not provided.
 
 Source of the contract: the public interface, documentation and tests of FlashMLA
 (github.com/deepseek-ai/FlashMLA) and of its fork sgl-flash-mla 1.0.0, which has the kernels of
@@ -55,11 +55,11 @@ __all__ = [
     "has_legacy",
 ]
 
-# Version of the interface, and whose it is here.
+# Version of the interface, with a suffix that names this implementation.
 __version__ = "1.0.0+anymla"
 
-# Formats by FlashMLA's names. V4.1's entries have their scales behind them since September 2026;
-# before, in the kernels that are legacy now, a page held all values and then all scales.
+# Formats by FlashMLA's names. In V4.1's pages the scales follow each entry since September 2026; in
+# the older, now legacy, kernels a page held all values and then all scales.
 _FORMATS = {
     "V4": MAIN_FP8,
     "V32": V32_FP8,
@@ -75,7 +75,7 @@ _LOG2_E = 1 / math.log(2)
 
 
 def has_legacy() -> bool:
-    """Return True: ``use_legacy`` is known, and all its cache formats but V32_NO_ROPE are read."""
+    """Return True: ``use_legacy`` is supported, with all its cache formats but V32_NO_ROPE."""
     return True
 
 
@@ -103,7 +103,7 @@ def flash_mla_with_kvcache(
     descale_k: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sparse decode over one or two paged FP8 caches, in one softmax with an optional sink.
+    """Run sparse decode over one or two paged FP8 caches, in one softmax with an optional sink.
 
     Args:
         q: [b, s_q, H, d] floating point; d is 512 for V4's caches, 576 for V3.2's. Any H.
@@ -111,37 +111,39 @@ def flash_mla_with_kvcache(
             rows of DeepSeek-V4.1) or [P, B, 1, 288] (its NVFP4 rows, which FlashMLA takes as
             ``extra_k_cache`` alone), any type of one byte, any page size and page stride.
         block_table: ignored; slots in ``indices`` are global.
-        cache_seqlens: ignored.
-        head_dim_v: width of the value: its first channels of a row. FlashMLA takes 512 alone.
-        tile_scheduler_metadata: from ``get_mla_metadata``.
-        num_splits: None.
-        softmax_scale: None for d ** -0.5.
-        causal: False.
-        is_fp8_kvcache: True, or None, which says the same with ``indices``.
-        indices: [b, s_q, topk] int32, ``page * B + offset``; any slot that is negative or beyond
-            the cache is skipped (FlashMLA reads out of bounds for all but -1).
-        attn_sink: [H] float32, a logit per head that carries no value; infinities are legal.
-        extra_k_cache: a second cache; page size, stride and record of its own.
-        extra_indices_in_kvcache: [b, s_q, extra topk] int32 slots of ``extra_k_cache``.
-        topk_length: [b] int32, leading columns of ``indices`` in use, for every one of the s_q.
-        extra_topk_length: [b] int32.
-        enable_batch_invariant: True for results that are the same, bit for bit, in any batch. A
-            tensor here is ``out``, whose place this was in older builds.
+        cache_seqlens: ignored, because ``topk_length`` holds the lengths.
+        head_dim_v: width of the value, the first channels of a row. FlashMLA supports 512 only.
+        tile_scheduler_metadata: result of ``get_mla_metadata``.
+        num_splits: None, for compatibility.
+        softmax_scale: factor of the scores; None for d ** -0.5.
+        causal: must be False.
+        is_fp8_kvcache: True; None means the same if ``indices`` is given.
+        indices: int32 [b, s_q, topk] slots, ``page * B + offset``; a slot that is negative or
+            beyond the cache is skipped (FlashMLA reads out of bounds for all but -1).
+        attn_sink: float32 [H], a logit per head that carries no value; infinities are legal.
+        extra_k_cache: second cache, with its own page size, stride and record.
+        extra_indices_in_kvcache: int32 [b, s_q, extra topk] slots of ``extra_k_cache``.
+        topk_length: int32 [b], leading columns of ``indices`` in use, for each of the s_q queries.
+        extra_topk_length: int32 [b], the same for ``extra_indices_in_kvcache``.
+        enable_batch_invariant: True for bitwise equal results in any batch. A tensor is taken as
+            ``out``, which had this position in older builds.
         use_legacy: True for the pages of FlashMLA's kernels before September 2026: a page of V4.1
-            then holds the values of all entries before their scales. V4's and V3.2's are the same.
-        kv_format: "V4", "V32", "V41" or "V41_FP4", what ``k_cache`` holds; None to see it by the
+            then holds the values of all entries before their scales. V4's and V3.2's pages are the
+            same.
+        kv_format: format of ``k_cache``: "V4", "V32", "V41" or "V41_FP4"; None to infer it from the
             width of the entries. "V32_NO_ROPE" is not provided.
-        descale_q: None: a scale of dense FP8 decode, which is not provided.
-        descale_k: None, as ``descale_q``.
-        out: [b, s_q, H, head_dim_v] of q's type to write the output into.
+        descale_q: must be None: a scale of dense FP8 decode, which is not provided.
+        descale_k: must be None, as ``descale_q``.
+        out: [b, s_q, H, head_dim_v] of q's dtype, written; None to allocate it.
 
     Returns:
-        out [b, s_q, H, head_dim_v] of q's type (0 for a row without keys) and the natural-log lse
-        [b, H, s_q] float32, the sink excluded, +inf for a row without keys.
+        Output [b, s_q, H, head_dim_v] of q's dtype (0 for a row without keys) and the natural-log
+        lse [b, H, s_q] float32, the sink excluded, +inf for a row without keys.
 
     Raises:
-        NotImplementedError: no ``indices``: dense attention; or a format that is not provided.
-        TypeError, ValueError: the arguments do not fit together.
+        NotImplementedError: ``indices`` is missing (dense attention), or the format is not
+            provided.
+        TypeError, ValueError: the arguments contradict each other.
     """
     name = "flash_mla_with_kvcache"
     if isinstance(enable_batch_invariant, Tensor):
@@ -159,7 +161,8 @@ def flash_mla_with_kvcache(
     require(fp8, name, "is_fp8_kvcache", "True or None with indices", is_fp8_kvcache)
     for argument, descale in (("descale_q", descale_q), ("descale_k", descale_k)):
         require(descale is None, name, argument, "None with indices", "a tensor")
-    if not torch.compiler.is_compiling():  # nor does an operation check while it is traced
+    # operations, too, skip their checks while they are traced
+    if not torch.compiler.is_compiling():
         dims = check(
             name,
             q=(q, "b s H D", FLOATS),
@@ -228,29 +231,30 @@ def flash_mla_sparse_fwd(
     return_log2_lse: bool | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Sparse prefill over the rows of one tensor.
+    """Run sparse prefill over the rows of one tensor.
 
     Args:
-        q: [s_q, H, d] floating point; d is 512 or 576 in FlashMLA. Any H.
-        kv: [s_kv, 1, d] floating point.
-        indices: [s_q, 1, topk] int32 rows of kv; outside [0, s_kv): skipped.
-        sm_scale: factor on the scores.
-        d_v: width of the value: its first channels of a row. FlashMLA takes 512 alone.
-        attn_sink: [H] float32, a logit per head that carries no value; infinities are legal.
-        topk_length: [s_q] int32, leading columns of ``indices`` in use. Rows behind it are never
-            read, whatever they hold.
-        use_legacy: no effect. A tensor here is ``out``, whose place this was in older builds.
+        q: floating point [s_q, H, d]; d is 512 or 576 in FlashMLA. Any H is allowed.
+        kv: floating point rows [s_kv, 1, d].
+        indices: int32 [s_q, 1, topk], row numbers of kv; numbers outside [0, s_kv) are skipped.
+        sm_scale: factor of the scores.
+        d_v: width of the value, the first channels of a row. FlashMLA supports 512 only.
+        attn_sink: float32 [H], a logit per head that carries no value; infinities are legal.
+        topk_length: int32 [s_q], leading columns of ``indices`` in use. Rows of later columns are
+            never read, whatever they hold.
+        use_legacy: ignored. A tensor is taken as ``out``, which had this position in older builds.
         return_log2_lse: None for both statistics in natural-log units, True for base 2, False for
-            None in their places.
-        out: [s_q, H, d_v] of q's type to write the output into.
+            None instead of both.
+        out: [s_q, H, d_v] of q's dtype, written; None to allocate it.
 
     Returns:
-        out [s_q, H, d_v] of q's type; max_logits [s_q, H] float32, the largest scaled score; and
-        lse [s_q, H] float32. Both exclude the sink, and both are times log2(e) where
-        ``return_log2_lse`` is True. A row without keys: out 0, max_logits -inf, lse +inf.
+        Output [s_q, H, d_v] of q's dtype; max_logits [s_q, H] float32, the largest scaled score;
+        and lse [s_q, H] float32. Both exclude the sink, and both are multiplied by log2(e) if
+        ``return_log2_lse`` is True. A row without keys gives output 0, max_logits -inf and lse
+        +inf.
 
     Raises:
-        TypeError, ValueError: the arguments do not fit together.
+        TypeError, ValueError: the arguments contradict each other.
     """
     name = "flash_mla_sparse_fwd"
     if isinstance(use_legacy, Tensor):
@@ -288,7 +292,7 @@ def flash_mla_sparse_fwd(
 
 
 def _moved_out(name: str, given: Tensor, out: Tensor | None) -> Tensor:
-    """Return ``out`` of a call that gives it by the position that it had in older builds."""
+    """Return ``out`` if it is given at the position that it had in older builds."""
     require(out is None, name, "out", "given once", "two tensors")
     return given
 
@@ -320,14 +324,14 @@ def _cache(
 
 
 def _each(lengths: Tensor | None, queries: int) -> Tensor | None:
-    """Lengths of the requests as lengths of their queries."""
+    """Repeat the requests' lengths for each of their queries."""
     if lengths is None or queries == 1:
         return lengths
     return lengths.unsqueeze(1).expand(-1, queries).flatten()
 
 
 def _as_rows(out: Tensor) -> Tensor | None:
-    """[b, s, H, V] seen as [b * s, H, V], or None if its strides do not allow that."""
+    """View [b, s, H, V] as [b * s, H, V]; None if its strides do not allow that."""
     batch, queries = out.shape[:2]
     if batch > 1 and queries > 1 and out.stride(0) != queries * out.stride(1):
         return None

@@ -1,6 +1,6 @@
 """FlashMLA's fused norm, RoPE, attention, RoPE and FP8 cast for DeepSeek-V4.1: not provided yet.
 
-Every function raises NotImplementedError, which names the operations to call in its place.
+Every function raises NotImplementedError, whose message names the operations to call instead.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What bytes mean: number formats, page layouts, and their encoders and decoders."""
+"""Number formats, page layouts, and their encoders and decoders."""

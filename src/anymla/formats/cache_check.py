@@ -1,4 +1,4 @@
-"""What is wrong with a cache's bytes, as far as bytes can say."""
+"""Checks of a cache's bytes for values that no writer can have stored."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from anymla.formats.records import (
     SplitFp8Layout,
 )
 
-# Scale bytes that the quantisers can write: of the floor 1e-4 / 448, and of the largest bfloat16.
+# Range of scale bytes that the quantisers write: from the floor 1e-4 / 448 to the largest bfloat16.
 _LOWEST, _HIGHEST = 105, 247
-# The largest code of a block whose scale is as small as it can be is above half of 448.
+# The largest code of a block with the smallest scale that fits is above half of 448.
 _HALF_OF_LARGEST = 0x76
-# An e4m3 scale lies so near amax / 6 that the largest e2m1 code is always in use; below three
-# times its smallest value it may lie further away.
+# An e4m3 scale is so close to amax / 6 that the largest e2m1 code is always in use, except below
+# three times the smallest scale, where rounding is coarser.
 _E2M1_LARGEST, _NVFP4_FITTED = 7, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something that a reader of the cache should know.
+    """A fault in a cache's bytes.
 
     Attributes:
-        kind: "NaN", "scale", "padding", "stale" ...
-        count: rows or bytes that have it.
-        first: slot (or byte) of the first.
-        text: in words.
-        harmless: it never reaches a reader that keeps to the lengths.
+        kind: kind of fault: "NaN", "scale", "padding", "stale" ...
+        count: number of rows or bytes with the fault.
+        first: slot (or byte) of the first fault.
+        text: description in words.
+        harmless: True if no reader that respects the lengths reads it.
     """
 
     kind: str
@@ -48,15 +48,15 @@ class Problem:
 
 
 def check_cache_bytes(cache: Tensor, layout: PageLayout, rows: int) -> list[Problem]:
-    """Look at every byte of a cache.
+    """Check every byte of a cache.
 
     Args:
         cache: [P, B, row_elements] in ``layout``.
-        layout: its layout.
-        rows: slots that are final; what follows belongs to nobody.
+        layout: layout of the cache.
+        rows: number of final slots; later slots are undefined.
 
     Returns:
-        Problems, the serious ones first.
+        Faults, the serious ones first.
     """
     found = [*_rows(cache, layout, rows), *_scales(cache, layout, rows)]
     found += [*_stale(cache, layout, rows), *_page_padding(cache, layout)]
@@ -64,7 +64,7 @@ def check_cache_bytes(cache: Tensor, layout: PageLayout, rows: int) -> list[Prob
 
 
 def _problem(bad: Tensor, kind: str, text: str, *, harmless: bool = False) -> Iterator[Problem]:
-    """One problem if any element of ``bad`` [n] is true."""
+    """Yield one problem if any element of ``bad`` [n] is true."""
     count = int(bad.sum())
     if count:
         yield Problem(kind, count, int(bad.nonzero()[0]), text, harmless)
@@ -108,7 +108,7 @@ def _scales(cache: Tensor, layout: PageLayout, rows: int) -> Iterator[Problem]:
         yield from _problem((plane == 255).any(1), "scale", "rows with a scale byte of NaN")
     elif isinstance(layout, RowNvfp4Layout):
         assert plane is not None
-        # Of e4m3's bytes those of positive numbers: no zero, no NaN, no sign.
+        # Valid e4m3 scale bytes are those of positive numbers: no zero, no NaN, no sign.
         yield from _problem(
             ((plane < 1) | (plane > 0x7E)).any(1),
             "scale",
@@ -149,7 +149,7 @@ def _stale(cache: Tensor, layout: PageLayout, rows: int) -> Iterator[Problem]:
 
 
 def _page_padding(cache: Tensor, layout: PageLayout) -> Iterator[Problem]:
-    """Bytes between a page's last entry and the next page."""
+    """Check the bytes between a page's last entry and the next page."""
     pages, entries = cache.shape[:2]
     stride = cache.stride(0) * layout.dtype.itemsize
     used = entries * layout.entry_bytes

@@ -1,4 +1,4 @@
-"""A cache on disk: a safetensors file with the pages as they lie in memory and the layout's id."""
+"""A cache on disk: a safetensors file with the pages as in memory and the layout's id."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def save_cache(
     Args:
         path: file to write.
         cache: [P, B, row_elements] in ``layout_id``.
-        layout_id: stored in the header and compared when read.
-        meta: JSON values kept with it.
+        layout_id: id of the layout, stored in the header and compared when read.
+        meta: JSON values that are stored with the cache.
 
     Raises:
         TypeError, ValueError: ``cache`` does not fit the layout.
@@ -44,7 +44,7 @@ def save_cache(
     cache = pages_of(cache)
     pages, entries = cache.shape[:2]
     stride = cache.stride(0) * layout.dtype.itemsize
-    # The last page of a strided view may end before its padding does; never read past it.
+    # The last page of a strided view may end before its padding; never read past it.
     used = entries * layout.entry_bytes
     flat = torch.zeros(pages, max(stride, used), dtype=torch.uint8)
     copy = _as_cache(flat, layout, entries)
@@ -72,19 +72,19 @@ def save_cache(
 
 
 def read_page(path: str | Path, layout_id: str, entries: int) -> Tensor:
-    """Read a page's bare bytes, as an engine's memory holds them.
+    """Read the bytes of one page, as an engine's memory holds them.
 
     Args:
-        path: a file of one page; bytes behind its entries are padding.
-        layout_id: how the page is laid out, which the file does not say.
-        entries: entries B of the page.
+        path: file with one page; bytes after its entries are padding.
+        layout_id: id of the page's layout, which the file does not name.
+        entries: B, number of entries of the page.
 
     Returns:
-        [1, B, row_elements].
+        [1, B, row_elements] cache of one page.
 
     Raises:
-        CacheDumpError: missing, or too short for a page of that layout.
-        ValueError: unknown layout, or entries below 1.
+        CacheDumpError: the file is missing, or too short for a page of that layout.
+        ValueError: the layout is unknown, or entries is below 1.
     """
     layout = dump_layout(layout_id)
     if entries < 1:
@@ -106,16 +106,16 @@ def read_page(path: str | Path, layout_id: str, entries: int) -> Tensor:
 
 
 def load_cache(path: str | Path) -> tuple[Tensor, str, dict[str, Any]]:
-    """Read a dump.
+    """Read a dump from a file.
 
     Returns:
         The cache [P, B, row_elements], its layout id, and the JSON values kept with it.
 
     Raises:
-        CacheDumpError: missing, truncated, not a dump, or of an unknown layout.
+        CacheDumpError: the file is missing, truncated, not a dump, or of an unknown layout.
     """
     try:
-        open_file(path).close()  # safe_open would wait for a pipe's writer
+        open_file(path).close()  # safe_open would wait for the writer of a pipe
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             if header.get("format") != "anymla-cache":

@@ -1,4 +1,4 @@
-"""8-bit floats with 4 exponent and 3 mantissa bits: OCP e4m3fn and AMD's e4m3fnuz.
+"""8-bit floats with 4 exponent bits and 3 mantissa bits: OCP e4m3fn and AMD's e4m3fnuz.
 
 Codes are uint8. The decoders are exact for every code; the encoders round to nearest even and
 saturate. Format definitions: OCP 8-bit Floating Point Specification 1.0 (e4m3fn) and the AMD
@@ -18,7 +18,7 @@ E4M3FNUZ_MAX = 240.0
 
 @functools.cache
 def _decode_table(fnuz: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All 256 values of a code, computed from the definition of the format."""
+    """Compute all 256 values from the definition of the format."""
     code = torch.arange(256, dtype=torch.int32)
     sign = torch.where(code >= 128, -1.0, 1.0).double()
     exponent, mantissa = (code >> 3) & 15, (code & 7).double()
@@ -34,11 +34,11 @@ def decode_e4m3(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode OCP e4m3fn codes.
 
     Args:
-        codes: uint8, any shape.
+        codes: uint8 codes of any shape.
         dtype: dtype of the result; every value is exact in bfloat16 and wider.
 
     Returns:
-        Values, same shape. Codes 0x7F and 0xFF give NaN.
+        Values of the same shape. Codes 0x7F and 0xFF give NaN.
     """
     return _decode(codes, dtype, fnuz=False)
 
@@ -52,10 +52,10 @@ def encode_e4m3(x: Tensor) -> Tensor:
     """Encode to OCP e4m3fn: round to nearest even, saturate at 448, NaN becomes 0x7F.
 
     Args:
-        x: floating point, any shape.
+        x: floating point tensor of any shape.
 
     Returns:
-        uint8 codes, same shape.
+        uint8 codes of the same shape.
     """
     clamped = x.clamp(-E4M3_MAX, E4M3_MAX)
     codes = _round_to_float32_odd(clamped).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -76,10 +76,10 @@ def encode_e4m3fnuz(x: Tensor) -> Tensor:
 
 
 def _round_to_float32_odd(x: Tensor) -> Tensor:
-    """Narrow float64 to float32 so that a second rounding cannot land on the wrong side of a tie.
+    """Narrow float64 to float32 such that a second rounding is correct at ties.
 
-    Rounding twice to nearest may differ from rounding once; rounding to odd in between may not.
-    Narrower inputs are returned as they are.
+    Two roundings to nearest may differ from a single one; with rounding to odd in between they do
+    not. Narrower inputs are returned unchanged.
     """
     if x.dtype != torch.float64:
         return x

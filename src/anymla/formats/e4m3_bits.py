@@ -1,9 +1,9 @@
-"""e4m3 codes decoded by integer instructions: several times faster than a table or a cast on CPUs.
+"""Decoder of e4m3 codes by integer instructions, several times faster on CPUs than a table or cast.
 
-A code is ``s eeee mmm``. Sign-extended to 16 bits, shifted left by 4 and masked, its exponent lands
-in the lowest bits of bfloat16's exponent and its mantissa in the highest bits of bfloat16's
-mantissa. Read as bfloat16 this is the code's value times 2^-120, subnormal codes included. The
-factor 2^120 is folded into the scale that multiplies the values anyway.
+A code is ``s eeee mmm``. After sign extension to 16 bits, a shift left by 4 and a mask, its
+exponent is in the lowest bits of bfloat16's exponent and its mantissa in the highest bits of
+bfloat16's mantissa. Read as bfloat16 this is the code's value times 2^-120, subnormal codes
+included. The factor 2^120 is folded into the scale that multiplies the values in any case.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ EXACT_SCALE_BYTES = (3, 254 - E4M3_SHIFT)
 def e4m3_values_shifted(codes: Tensor) -> Tensor:
     """Decode codes to bfloat16 values times 2^-120.
 
-    NaN codes are not recognised (they come out as +-480 * 2^-120): ask ``has_nan_code`` first.
+    NaN codes are not recognised (they give +-480 * 2^-120): call ``has_nan_code`` first.
 
     Args:
-        codes: uint8 or int8, any shape.
+        codes: uint8 or int8 codes of any shape.
 
     Returns:
-        bfloat16, same shape, contiguous.
+        bfloat16 values of the same shape, contiguous.
     """
     bits = codes.view(torch.int8).to(torch.int16, memory_format=torch.contiguous_format)
     return bits.mul_(16).bitwise_and_(-0x7810).view(torch.bfloat16)
 
 
 def has_nan_code(codes: Tensor) -> bool:
-    """Whether any code is 0x7F or 0xFF; reads the values, so it waits for the device."""
+    """True if any code is 0x7F or 0xFF; reading the values waits for the device."""
     if codes.numel() == 0:
         return False
     return int((codes.view(torch.int8) & 0x7F).amax()) == 0x7F
 
 
 def shifted_scale(scale_bytes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales ``2^(byte - 127) * 2^120`` as bfloat16 or float32, by writing their exponent field.
+    """Compute scales ``2^(byte - 127) * 2^120`` in bfloat16 or float32 by writing exponent bits.
 
     Args:
-        scale_bytes: uint8 within ``EXACT_SCALE_BYTES``.
-        dtype: torch.bfloat16 or torch.float32.
+        scale_bytes: uint8 bytes within ``EXACT_SCALE_BYTES``.
+        dtype: dtype of the result, torch.bfloat16 or torch.float32.
 
     Returns:
-        Same shape, of ``dtype``.
+        Scales of the same shape in ``dtype``.
     """
     if dtype == torch.bfloat16:
         return scale_bytes.to(torch.int16).add_(E4M3_SHIFT).mul_(1 << 7).view(dtype)
@@ -57,7 +57,7 @@ def shifted_scale(scale_bytes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scales_are_exact(scale_bytes: Tensor) -> bool:
-    """Whether every scale byte lies within ``EXACT_SCALE_BYTES``; waits for the device."""
+    """True if every scale byte is within ``EXACT_SCALE_BYTES``; waits for the device."""
     if scale_bytes.numel() == 0:
         return True
     low, high = torch.aminmax(scale_bytes)

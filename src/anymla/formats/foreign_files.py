@@ -1,6 +1,6 @@
-"""Name what lies where a file of a checkpoint should be: a pointer, a web page, a pickle.
+"""Recognition of files that stand in a checkpoint's place: a pointer, a web page, a pickle.
 
-A loader that finds no header there says why its own format does not fit, which helps nobody.
+A loader could only say that the file lacks its own format's header, which helps nobody.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-# What is told apart by its first bytes, in this order.
+# Formats recognised by their first bytes, in this order.
 _BEGINNINGS = (
     (
         b"version https://git-lfs.github.com/spec/",
@@ -29,7 +29,7 @@ _BEGINNINGS = (
 _PAGES = (b"<!doctype", b"<html", b"<?xml", b"<head", b"<error", b"<!--")
 _HEAD = 256
 _SHOWN = 60
-# Endings of what tools leave of a download that has not finished.
+# Suffixes of the files that tools leave of an unfinished download.
 _UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".download", ".tmp")
 _OTHER_WEIGHTS = (
     (".gguf", "a GGUF file of llama.cpp, which is not read; safetensors are"),
@@ -45,10 +45,10 @@ _MOST_LISTED = 10_000
 
 
 def kind_of(head: bytes) -> str | None:
-    """A phrase for a file that begins with these bytes; None for one that may be in order.
+    """Describe a file that begins with these bytes; None if it may be a valid one.
 
     Args:
-        head: the first bytes, at least 256 of them where the file has as many.
+        head: first bytes of the file, at least 256 if it has as many.
     """
     head = head[:_HEAD]
     if not head:
@@ -64,10 +64,10 @@ def kind_of(head: bytes) -> str | None:
 
 
 def kind_of_text(head: bytes) -> str | None:
-    """As ``kind_of``, and further a first line of plain text, which servers send for an error.
+    """Describe a file as ``kind_of`` does, or by its first text line, often a server's error.
 
     Args:
-        head: the first bytes of a file that is no text if it is in order.
+        head: first bytes of a file that should be binary.
     """
     kind = kind_of(head)
     if kind is not None:
@@ -79,10 +79,10 @@ def kind_of_text(head: bytes) -> str | None:
 
 
 def why_no_checkpoint(directory: Path) -> str:
-    """What a path holds instead of a checkpoint, to be put behind a message; "" for nothing known.
+    """Describe the contents of a path that is no checkpoint, to end a message; "" if unknown.
 
     Args:
-        directory: what somebody named as a checkpoint's directory; a file, or nothing, as well.
+        directory: path that was given as a checkpoint; it may be a file, or absent.
     """
     try:
         if directory.is_file():
@@ -92,7 +92,7 @@ def why_no_checkpoint(directory: Path) -> str:
         if not directory.is_dir():
             return ""
         names = sorted(path.name for path in _some(directory.iterdir()))
-        # Where huggingface_hub keeps what it is fetching into a directory.
+        # huggingface_hub keeps unfinished downloads into a directory here.
         fetched = directory / ".cache" / "huggingface" / "download"
         fetching = [path.name for path in _some(fetched.iterdir())] if fetched.is_dir() else []
     except OSError:

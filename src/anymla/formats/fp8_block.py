@@ -1,6 +1,6 @@
 """Block-scaled FP8: weights in square blocks, activations in blocks of as many channels.
 
-Blocks are of 128 x 128 values in DeepSeek-V4, and of 32 x 32 in V4.1.
+Blocks have 128 x 128 values in DeepSeek-V4, and 32 x 32 in V4.1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from anymla.formats.e4m3_bits import (
 from anymla.formats.ue8m0 import decode_ue8m0, encode_ue8m0, scale_exponent
 
 FP8_BLOCK = 128
-# A block whose largest magnitude is below has the scale of this one; heads have their own.
+# Lower bound of a block's amax, below which its scale is constant; heads have their own.
 ACTIVATION_AMAX_FLOOR = 1e-4
 HEAD_AMAX_FLOOR = 1e-10
 
@@ -29,7 +29,7 @@ def quantize_fp8_weight(
     """Quantise a weight in square blocks; those at the edges may be smaller.
 
     Args:
-        w: [N, K] floating point.
+        w: floating point weight [N, K].
         scale_format: "ue8m0" (power of two, rounded up) or "fp32" (amax / 448).
         block: rows and columns that share a scale.
 
@@ -37,7 +37,7 @@ def quantize_fp8_weight(
         e4m3 codes uint8 [N, K]; scales [ceil(N/block), ceil(K/block)], uint8 (ue8m0) or float32.
 
     Raises:
-        ValueError: for another scale format.
+        ValueError: the scale format is another one.
     """
     amax = _blocks(w.float(), block).abs().amax((1, 3))
     if scale_format == "ue8m0":
@@ -60,11 +60,12 @@ def dequantize_fp8_weight(
     Args:
         codes: e4m3 codes uint8 [N, K].
         scales: [ceil(N/block), ceil(K/block)], uint8 (ue8m0) or float32.
-        dtype: of the result. Power-of-two scales decode exactly in bfloat16 and wider.
+        dtype: dtype of the result. Power-of-two scales decode exactly in bfloat16 and wider.
         block: rows and columns that share a scale.
 
     Returns:
-        [N, K] of ``dtype``; the product is taken in float32 (float64 if asked) and rounded once.
+        [N, K] in ``dtype``; the product is computed in float32 (float64 if requested) and rounded
+        once.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if dtype in (torch.bfloat16, torch.float32) and _decodes_by_bits(codes, scales):
@@ -119,7 +120,7 @@ def expand_block_scales(
 
 
 def _decodes_by_bits(codes: Tensor, scales: Tensor) -> bool:
-    """Whether the integer decoder is exact here, and may look at the values to know."""
+    """True if the integer decoder is exact here, and reading the values to find out is cheap."""
     if codes.device.type != "cpu" or scales.dtype != torch.uint8:
         return False
     return scales_are_exact(scales) and not has_nan_code(codes)

@@ -13,7 +13,7 @@ def hadamard_transform(x: Tensor) -> Tensor:
     products unchanged.
 
     Args:
-        x: [..., n] floating point, n a power of two.
+        x: floating point tensor [..., n], n a power of two.
 
     Returns:
         [..., n], same dtype; sums in float32 (float64 for float64 input), rounded once.

@@ -22,7 +22,7 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
         x: [..., n] floating point, n a multiple of 32.
 
     Returns:
-        packed uint8 [..., n/2] and scale bytes uint8 [..., n/32].
+        Packed codes uint8 [..., n/2] and scale bytes uint8 [..., n/32].
 
     Raises:
         ValueError: if n is not a multiple of 32.
@@ -41,7 +41,7 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_mxfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode packed [..., n/2] with scale bytes [..., n/32] to values [..., n] of ``dtype``.
 
-    Exact in bfloat16 and wider wherever the value is a normal number.
+    The result is exact in bfloat16 and wider if the value is a normal number.
     """
     values = decode_packed_e2m1(packed, dtype).unflatten(-1, (-1, MXFP4_BLOCK))
     return (values * decode_ue8m0(scales, dtype).unsqueeze(-1)).flatten(-2)

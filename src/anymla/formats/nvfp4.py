@@ -1,4 +1,4 @@
-"""NVFP4: e2m1 codes and one e4m3 scale for 16 channels; of a tensor also one float32 scale."""
+"""NVFP4: e2m1 codes, an e4m3 scale for 16 channels and, for whole tensors, a float32 scale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from anymla.formats.e2m1 import E2M1_MAX, decode_packed_e2m1, encode_e2m1, pack_
 from anymla.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 
 NVFP4_BLOCK = 16
-# Of rows, whose only scales are those of the blocks: the smallest one is e4m3's smallest value.
+# Lower bound of a row block's amax: with no global scale, the smallest scale is e4m3's smallest
+# value.
 NVFP4_AMAX_FLOOR = E2M1_MAX * 2.0**-9
 
 
@@ -24,7 +25,8 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x: [..., n] floating point, n a multiple of 16.
 
     Returns:
-        packed uint8 [..., n/2], e4m3 block scales uint8 [..., n/16], global scale float32 [1].
+        Packed codes uint8 [..., n/2], e4m3 block scales uint8 [..., n/16], global scale float32
+        [1].
 
     Raises:
         ValueError: if n is not a multiple of 16.
@@ -42,19 +44,19 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_nvfp4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise blocks of 16 channels with no scale but their own.
+    """Quantise blocks of 16 channels without a global scale.
 
     A block's scale is the e4m3 value nearest to ``amax / 6``, saturating at 448, with amax floored
     at 6 * 2^-9; a value is the e2m1 code nearest to ``x / scale``, ties to even, saturating, its
     sign kept (DeepSeek-V4.1 inference/model.py). Because scales are rounded to nearest, values
-    above six scales do occur. A block with a NaN or an infinity has the scale NaN, and the codes of
-    its values over 448.
+    above six scales occur. A block with a NaN or an infinity has the scale NaN, and the codes of
+    its values divided by 448.
 
     Args:
         x: [..., n] floating point, n a multiple of 16.
 
     Returns:
-        packed uint8 [..., n/2] and e4m3 scales uint8 [..., n/16].
+        Packed codes uint8 [..., n/2] and e4m3 scales uint8 [..., n/16].
 
     Raises:
         ValueError: if n is not a multiple of 16.
@@ -67,7 +69,7 @@ def quantize_nvfp4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().amax(-1)
     scales = encode_e4m3(amax.clamp(min=NVFP4_AMAX_FLOOR) / E2M1_MAX)
     step = torch.where(amax.isfinite(), decode_e4m3(scales, blocks.dtype), E4M3_MAX)
-    # Division is rounded correctly, so that what lies on a tie of two codes stays there.
+    # Division rounds correctly, so a quotient on a tie of two codes stays on it.
     codes = encode_e2m1(blocks / step.unsqueeze(-1))
     scales = torch.where(amax.isfinite(), scales, 0x7F).to(torch.uint8)
     return pack_nibbles(codes.flatten(-2)), scales
@@ -79,9 +81,9 @@ def dequantize_nvfp4(
     global_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Decode to [..., n] of ``dtype``: ``e2m1 * e4m3`` is exact, times the global scale in float32.
+    """Decode to [..., n] in ``dtype``: ``e2m1 * e4m3``, exact, times the global scale in float32.
 
-    With float64 the product is taken in float64. Without a global scale every value is exact in
+    With float64 the product is computed in float64. Without a global scale every value is exact in
     bfloat16 and float16.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32

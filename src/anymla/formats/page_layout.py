@@ -1,4 +1,4 @@
-"""The layouts of cache pages by name; ``anymla.formats.pages`` says what a layout is."""
+"""The registry of cache page layouts; ``anymla.formats.pages`` defines a layout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _v41_compressed(layout_id: str, *, interleaved: bool) -> RowNvfp4Layout:
 
 MAIN_FP8 = "v4_main_fp8"
 V32_FP8 = "v32_main_fp8"
-# DeepSeek-V4.1's, interleaved as FlashMLA reads them since September 2026, and split as before.
+# DeepSeek-V4.1's layouts: interleaved as in FlashMLA since September 2026, and split as before.
 V41_MAIN_FP8 = "v41_main_fp8"
 V41_MAIN_FP8_SPLIT = "v41_main_fp8_split"
 V41_COMPRESSED_NVFP4 = "v41_compressed_nvfp4"
@@ -72,7 +72,7 @@ ROWS_FP32_512 = "rows_fp32_512"
 ROWS_BF16_128 = "rows_bf16_128"
 ROWS_FP32_128 = "rows_fp32_128"
 
-# Layouts of DeepSeek-V4's main and index caches, the plain rows they are compared with included.
+# Layouts of DeepSeek-V4's main and index caches, plain rows for comparison included.
 MAIN_LAYOUTS = (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512)
 V41_LAYOUTS = (
     V41_MAIN_FP8,
@@ -140,10 +140,10 @@ LAYOUT_IDS = tuple(_LAYOUTS)
 
 
 def get_layout(layout_id: str) -> PageLayout:
-    """The layout of that name.
+    """Return the layout of that name.
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: the name is unknown; the message lists the known ones.
     """
     try:
         return _LAYOUTS[layout_id]

@@ -1,10 +1,10 @@
-"""Byte layouts of cache pages: where an entry's values and scales lie, and how they are coded.
+"""Byte layouts of cache pages: positions and coding of an entry's values and scales.
 
-An entry has values, and scales unless these lie among its values or do not exist. There are two
-arrangements. A split page with B entries holds two planes: first B entries of values, then B
-entries of scales. An interleaved page holds one entry after the other, each with its scales behind
-its values. Padding follows up to the page stride. Readers and writers take the page stride from the
-tensor, never from the layout, because engines pad pages further and share them between layers.
+An entry has values, and scales unless these are among its values or do not exist. There are two
+arrangements. A split page with B entries has two planes: first B entries of values, then B entries
+of scales. An interleaved page has one entry after the other, each with its scales after its values.
+Padding follows up to the page stride. Readers and writers take the page stride from the tensor,
+never from the layout, because engines pad pages further and share them between layers.
 
 The exposed tensor is [P, B, row_elements] (or [P, B, 1, row_elements]) with strides
 (page stride, row_elements, 1). ``cache[p, t]`` is *not* entry t of a split page with scales.
@@ -21,17 +21,18 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout(ABC):
-    """One kind of cache page.
+    """Layout of one kind of cache page.
 
     Attributes:
-        layout_id: explicit name, compared wherever a cache changes hands.
+        layout_id: explicit name, compared wherever a cache is passed on.
         dtype: dtype of the exposed tensor.
         row_elements: last dim of the exposed tensor, in elements of ``dtype``.
         channels: width of a decoded row.
         data_bytes: bytes of an entry's values.
-        scale_bytes: bytes of an entry's scales; 0 if they lie among the values, or do not exist.
+        scale_bytes: bytes of an entry's scales; 0 if they are among the values, or do not exist.
         alignment: page strides are rounded up to a multiple of this many bytes.
-        interleaved: an entry's scales lie behind its values, and not in a plane of their own.
+        interleaved: True if an entry's scales follow its values, False if they have a plane of
+            their own.
     """
 
     layout_id: str
@@ -53,11 +54,11 @@ class PageLayout(ABC):
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes an entry takes, its scales included."""
+        """Bytes of an entry, its scales included."""
         return self.data_bytes + self.scale_bytes
 
     def page_stride_bytes(self, entries: int) -> int:
-        """Bytes from one page of ``entries`` entries to the next, padding included."""
+        """Return the bytes from one page of ``entries`` entries to the next, padding included."""
         return -(-entries * self.entry_bytes // self.alignment) * self.alignment
 
     def allocate(
@@ -66,10 +67,10 @@ class PageLayout(ABC):
         """Allocate a cache.
 
         Args:
-            pages: number of pages P.
-            entries: entries per page B, at least 1.
-            device: where.
-            fill: byte written everywhere, padding included.
+            pages: P, number of pages.
+            entries: B, number of entries per page, at least 1.
+            device: device of the cache.
+            fill: byte value of all bytes, padding included.
 
         Returns:
             [P, B, row_elements] of ``dtype`` with the padded page stride.
@@ -86,11 +87,11 @@ class PageLayout(ABC):
         )
 
     def check(self, cache: Tensor, operation: str, name: str) -> None:
-        """Raise unless ``cache`` can be a cache of this layout.
+        """Raise unless ``cache`` is a valid cache of this layout.
 
         Raises:
-            TypeError: wrong dtype.
-            ValueError: wrong rank, row width or inner strides.
+            TypeError: the dtype is wrong.
+            ValueError: the rank, row width or inner strides are wrong.
         """
         if cache.dtype != self.dtype:
             raise TypeError(
@@ -115,12 +116,12 @@ class PageLayout(ABC):
             )
 
     def planes(self, cache: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Views of a cache's values and of its scales.
+        """Return views of a cache's values and of its scales.
 
         Returns:
-            values uint8 [P, B, data_bytes] and scales uint8 [P, B, scale_bytes] (None if the
-            layout has none), both with the cache's own page stride. Neighbouring entries are
-            contiguous in a split page, and ``entry_bytes`` apart in an interleaved one.
+            Values uint8 [P, B, data_bytes] and scales uint8 [P, B, scale_bytes] (None if the layout
+            has none), both with the cache's own page stride. Neighbouring entries are contiguous in
+            a split page, and ``entry_bytes`` apart in an interleaved one.
         """
         pages, entries = cache.shape[:2]
         page_stride = cache.stride(0) * self.dtype.itemsize
@@ -141,9 +142,9 @@ class PageLayout(ABC):
         """Encode rows and store them; slots outside the cache are skipped.
 
         Args:
-            cache: [P, B, row_elements].
+            cache: [P, B, row_elements] cache, written.
             slots: int64 [n], ``page * B + offset``; each valid slot at most once.
-            rows: [n, channels] floating point.
+            rows: floating point rows [n, channels].
         """
         entries = cache.shape[1]
         keep = ((slots >= 0) & (slots < cache.shape[0] * entries)).nonzero().squeeze(1)
@@ -159,12 +160,12 @@ class PageLayout(ABC):
         """Decode the rows at ``slots``; slots outside the cache give zero rows.
 
         Args:
-            cache: [P, B, row_elements].
-            slots: integer [n].
-            dtype: of the result.
+            cache: [P, B, row_elements] cache.
+            slots: integer [n], ``page * B + offset``.
+            dtype: dtype of the result.
 
         Returns:
-            [n, channels].
+            [n, channels] decoded rows.
         """
         entries = cache.shape[1]
         valid = (slots >= 0) & (slots < cache.shape[0] * entries)
@@ -179,5 +180,5 @@ class PageLayout(ABC):
 
 
 def pages_of(cache: Tensor) -> Tensor:
-    """Drop the singleton head dim of [P, B, 1, row]; [P, B, row] is returned as it is."""
+    """Drop the singleton head dim of [P, B, 1, row]; [P, B, row] is returned unchanged."""
     return cache.squeeze(2) if cache.ndim == 4 else cache

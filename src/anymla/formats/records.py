@@ -1,4 +1,4 @@
-"""How an entry of a cache page is coded, one class for each kind of record."""
+"""Coding of a cache page's entries, one class for each kind of record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KV_AMAX_FLOOR = 1e-4
 
 
 def _scaled(blocks: Tensor, exponent: Tensor) -> Tensor:
-    """What codes are rounded from; blocks that are not finite are scaled by the largest power."""
+    """Scale values before rounding to codes; blocks that are not finite use the largest power."""
     return torch.ldexp(blocks, -exponent.clamp(max=LARGEST_CODE_EXPONENT))
 
 
@@ -39,7 +39,7 @@ class SplitFp8Layout(PageLayout):
     block: int
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Code rows [n, channels]; see the class."""
+        """Code rows [n, channels] as uint8 values and scales."""
         rows = rows.bfloat16().contiguous()
         blocks = rows[:, : self.nope].float().unflatten(1, (-1, self.block))
         exponent = scale_exponent(blocks.abs().amax(-1), E4M3_MAX, KV_AMAX_FLOOR)
@@ -66,7 +66,7 @@ class InlineFp8Layout(PageLayout):
 
     ``nope`` e4m3 codes, a float32 scale for each ``block`` of them, then bfloat16 rope channels.
     This writer's scales are powers of two (rows are rounded to bfloat16 first, as in
-    ``SplitFp8Layout``), so what it writes decodes exactly in bfloat16; a reader takes any scale.
+    ``SplitFp8Layout``), so its rows decode exactly in bfloat16; a reader accepts any scale.
     """
 
     nope: int
@@ -74,11 +74,11 @@ class InlineFp8Layout(PageLayout):
 
     @property
     def rope_start(self) -> int:
-        """Offset in bytes of the rope channels in an entry."""
+        """Offset of the rope channels in an entry, in bytes."""
         return self.nope + self.nope // self.block * torch.float32.itemsize
 
     def encode(self, rows: Tensor) -> tuple[Tensor, None]:
-        """Code rows [n, channels]; see the class."""
+        """Code rows [n, channels] as uint8 entries."""
         rows = rows.bfloat16()
         blocks = rows[:, : self.nope].float().unflatten(1, (-1, self.block))
         exponent = scale_exponent(blocks.abs().amax(-1), E4M3_MAX, KV_AMAX_FLOOR)
@@ -120,7 +120,7 @@ class RowFp8Layout(PageLayout):
 class RowMxfp4Layout(PageLayout):
     """Index keys in MXFP4: packed e2m1 values, one scale byte for 32 channels.
 
-    The Hadamard transform that goes with it is the caller's: it belongs to q and k alike.
+    The caller applies the Hadamard transform, because it concerns both q and k.
     """
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,9 +135,9 @@ class RowMxfp4Layout(PageLayout):
 
 @dataclasses.dataclass(frozen=True)
 class RowNvfp4Layout(PageLayout):
-    """The record of DeepSeek-V4.1's compressed cache: packed e2m1 values, an e4m3 scale for 16.
+    """The record of DeepSeek-V4.1's compressed cache: packed e2m1, an e4m3 scale for 16 channels.
 
-    There is no scale beyond those of the blocks, and every value decodes exactly in bfloat16.
+    There is no global scale, and every value decodes exactly in bfloat16.
     """
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ class RowNvfp4Layout(PageLayout):
         return quantize_nvfp4_rows(rows.bfloat16())
 
     def decode(self, data: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Decode values and scales to [n, channels]; a scale may have any byte."""
+        """Decode values and scales to [n, channels]; any scale byte is allowed."""
         assert scales is not None
         return dequantize_nvfp4(data, scales, dtype=dtype)
 
@@ -155,7 +155,7 @@ class PlainRowsLayout(PageLayout):
     """Unquantised rows of the exposed dtype."""
 
     def encode(self, rows: Tensor) -> tuple[Tensor, None]:
-        """Round rows [n, channels] to the dtype; their bytes."""
+        """Round rows [n, channels] to the dtype and return their bytes."""
         return rows.to(self.dtype).contiguous().view(torch.uint8), None
 
     def decode(self, data: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:

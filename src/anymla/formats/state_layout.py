@@ -14,14 +14,14 @@ _ALIGNMENT = 576
 
 
 def state_page_stride_bytes(tokens: int, width: int) -> int:
-    """Bytes from one state page of ``tokens`` tokens to the next, padding included."""
+    """Return the bytes from one state page of ``tokens`` tokens to the next, padding included."""
     return -(-tokens * 2 * width * 4 // _ALIGNMENT) * _ALIGNMENT
 
 
 def allocate_states(
     pages: int, tokens: int, width: int, device: torch.device | str = "cpu", fill: int = 0
 ) -> Tensor:
-    """Allocate float32 [pages, tokens, 2 * width]; ``fill`` is a byte written everywhere."""
+    """Allocate float32 [pages, tokens, 2 * width]; ``fill`` is the value of every byte."""
     stride = state_page_stride_bytes(tokens, width)
     storage = torch.full((pages * stride,), fill, dtype=torch.uint8, device=device)
     return storage.view(torch.float32).as_strided(

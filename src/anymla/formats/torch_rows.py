@@ -1,6 +1,6 @@
-"""Rows of a paged cache in torch and NumPy: encoders and decoders of few calls.
+"""Encoders and decoders of cache rows in torch and NumPy, with few calls.
 
-The bytes and the values are those of ``PageLayout.encode`` and ``PageLayout.decode``.
+Bytes and values equal those of ``PageLayout.encode`` and ``PageLayout.decode``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from anymla.formats.records import (
 )
 from anymla.formats.ue8m0 import LARGEST_CODE_EXPONENT, decode_ue8m0
 
-# dtype of the values, device -> values by code, dtype that the codes are viewed as
+# (dtype of the values, device) -> (values by code, dtype that the codes are viewed as)
 Table = Callable[[torch.dtype, torch.device], tuple[Tensor, torch.dtype]]
 
 _MAGNITUDE = np.uint16(0x7FFF)
@@ -43,8 +43,8 @@ def encode_rows(
 ) -> None:
     """Encode rows [n, channels] into uint8 values [n, data_bytes] and scales [n, scale_bytes].
 
-    The targets may be views of a page, and the rows of any strides. The bytes are those of
-    ``layout.encode``. ``on_host``: values may be looked at without making a device wait.
+    The targets may be views of a page, and the rows may have any strides. The bytes equal those of
+    ``layout.encode``. ``on_host``: True if reading values makes no device wait.
     """
     if isinstance(layout, SplitFp8Layout):
         assert scales is not None
@@ -68,9 +68,9 @@ def encode_rows(
 def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Tensor) -> None:
     """Decode uint8 values [n, data_bytes] and scales [n, scale_bytes] into ``out`` [n, channels].
 
-    Every code and every scale byte gives what ``layout.decode`` gives.
+    Every code and every scale byte decodes as in ``layout.decode``.
     """
-    # A scale may leave float16's range where the product does not.
+    # A scale may leave float16's range even if the product does not.
     precision = torch.float32 if out.dtype == torch.float16 else out.dtype
     if isinstance(layout, PlainRowsLayout):
         out.copy_(data.view(layout.dtype))
@@ -95,7 +95,7 @@ def decode_rows(layout: PageLayout, data: Tensor, scales: Tensor | None, out: Te
 
 
 def _decode_e2m1(data: Tensor, scale: Tensor, block: int, out: Tensor) -> None:
-    """Packed codes [n, channels / 2] times scales [n, channels / block] of the precision to use."""
+    """Decode packed codes [n, channels / 2] with scales [n, channels / block] in their dtype."""
     values = _look_up(_e2m1_pairs, data, scale.dtype).unflatten(1, (-1, block))
     torch.mul(values, scale.unsqueeze(-1), out=out.unflatten(1, (-1, block)))
 
@@ -139,15 +139,15 @@ def _encode_row_nvfp4(rows: Tensor, data: Tensor, scales: Tensor) -> None:
 
 
 def _pack_e2m1(blocks: Tensor, data: Tensor) -> None:
-    """Code values [n, blocks, block] that were divided by their scales into [n, bytes]."""
+    """Code values [n, blocks, block], already divided by their scales, into [n, bytes]."""
     codes = torch.bucketize(blocks.abs().contiguous(), _e2m1_bounds(blocks.device), out_int32=True)
     negative = blocks.signbit() & (blocks == blocks)
     codes = (codes | (negative.int() << 3)).flatten(1)
     data.copy_(codes[:, 0::2] | (codes[:, 1::2] << 4))
 
 
-# As tensors: torch would otherwise convert the numbers at every call. A scalar on the CPU combines
-# with tensors of any device.
+# Tensors, because torch would otherwise convert the numbers at every call. A scalar on the CPU
+# combines with tensors of any device.
 _MANTISSA = torch.tensor(0x7FFFFF, dtype=torch.int32, device="cpu")
 _EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
 _MANTISSA_BITS = torch.tensor(23, dtype=torch.int32, device="cpu")
@@ -155,21 +155,21 @@ _LARGEST_SCALE = (LARGEST_CODE_EXPONENT + 127) << 23
 
 
 def scale_bits(blocks: Tensor, code_max: float, floor: float) -> Tensor:
-    """Scale of each block, as the bits of a float32 power of two.
+    """Return the scale of each block as the bits of a float32 power of two.
 
-    The exponent of amax / code_max, rounded up: see ``formats.ue8m0.scale_exponent``. Adding a full
-    mantissa leaves a power of two in its binade and carries everything else into the next.
+    The exponent of amax / code_max is rounded up: see ``formats.ue8m0.scale_exponent``. Adding a
+    full mantissa leaves a power of two in its binade and carries any other number into the next.
 
     Args:
-        blocks: float32 [..., n].
+        blocks: float32 [..., n] values.
         code_max: largest magnitude of a code.
         floor: lower bound of amax.
 
-    Returns:
+    int32 [...] bits; those of infinity for a block with a NaN or an infinity.
         int32 [...]; those of infinity for a block with a NaN or an infinity.
     """
     bits = blocks.abs().amax(-1).clamp_(min=floor).mul_(1.0 / code_max).view(torch.int32)
-    # The bits of a NaN are larger than infinity's, and would overflow.
+    # The bits of a NaN are larger than those of infinity, and would overflow.
     return bits.clamp_(max=0x7F800000).add_(_MANTISSA).bitwise_and_(_EXPONENT)
 
 
@@ -179,10 +179,10 @@ def _divided(blocks: Tensor, bits: Tensor) -> Tensor:
 
 
 def _e4m3_of(blocks: Tensor, bits: Tensor, on_host: bool) -> Tensor:
-    """Float32 values that a cast to e4m3 codes rightly; takes the blocks' memory.
+    """Prepare float32 values for a cast to e4m3, in place.
 
-    Finite rows of bfloat16 never exceed 448 scales, so only the others have to be saturated, and
-    their NaN made one that has no sign.
+    Finite rows of bfloat16 never exceed 448 scales, so only other rows have to be saturated, and
+    their NaN replaced by one without a sign.
     """
     scaled = _divided(blocks, bits)
     if on_host and (not bits.numel() or int(bits.max()) < 0x7F800000):
@@ -192,7 +192,7 @@ def _e4m3_of(blocks: Tensor, bits: Tensor, on_host: bool) -> Tensor:
 
 
 def _look_up(table: Table, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode uint8 codes [n, m] through a table; [n, values]."""
+    """Decode uint8 codes [n, m] through a table to [n, values]."""
     values, code_dtype = table(dtype, codes.device)
     index = codes.contiguous().view(code_dtype).flatten().int()
     return values.index_select(0, index).view(dtype).view(codes.shape[0], -1)
@@ -200,7 +200,7 @@ def _look_up(table: Table, codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _e4m3_pairs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torch.dtype]:
-    """Both values of every two bytes, as one element: half as many look-ups as one by one."""
+    """Build the table of both values of every two bytes as one element: half the look-ups."""
     codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     values = decode_e4m3(codes.view(torch.uint8), dtype)
     return _in_pairs(values).to(device), torch.uint16
@@ -208,7 +208,7 @@ def _e4m3_pairs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torch
 
 @functools.cache
 def _e2m1_pairs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torch.dtype]:
-    """Both values of a packed byte."""
+    """Build the table of both values of a packed byte."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     return _in_pairs(decode_e2m1(unpack_nibbles(codes), dtype)).to(device), torch.uint8
 
@@ -226,16 +226,16 @@ def _e4m3_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torc
 
 
 def _e2m1_bounds(device: torch.device) -> Tensor:
-    """Upper bounds (included) of codes 0..6: the midpoints, just below where a tie goes up.
+    """Return upper bounds (included) of codes 0..6: midpoints, just below where a tie goes up.
 
-    Kept, but for those made while a graph is captured, which have no values before it is replayed.
+    Cached, except for bounds made while a graph is captured, which have no values before a replay.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return _made_e2m1_bounds(device) if capturing else _kept_e2m1_bounds(device)
 
 
 def _made_e2m1_bounds(device: torch.device) -> Tensor:
-    """Filled in one by one: a device would make its caller wait for a copy."""
+    """Fill in the bounds one by one, because a copy to a device would wait."""
     values = decode_e2m1(torch.arange(8, dtype=torch.uint8))
     midpoints = (values[1:] + values[:-1]) / 2
     upper_is_even = torch.arange(7) % 2 == 1
@@ -248,7 +248,7 @@ _kept_e2m1_bounds = functools.cache(_made_e2m1_bounds)
 
 
 def _in_pairs(values: Tensor) -> Tensor:
-    """View two neighbouring values as one element of whichever dtype is as wide."""
+    """View two neighbouring values as one element of a dtype of twice the width."""
     dtypes = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
     return values.view(dtypes[values.dtype.itemsize])
 
@@ -256,20 +256,20 @@ def _in_pairs(values: Tensor) -> Tensor:
 def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Tensor) -> bool:
     """Encode one row [channels] on the host and store it, with the bytes of ``encode_rows``.
 
-    NumPy on bits, and tables instead of arithmetic: a row is rounded to bfloat16 before it is
-    quantised, so the scale of a block follows from the 65536 values that its largest magnitude can
-    have, and a code from those that a scaled value can have.
+    It uses NumPy on bits, and tables instead of arithmetic. A row is rounded to bfloat16 before it
+    is quantised, so the scale of a block follows from the 65536 values of its largest magnitude,
+    and a code from those of a scaled value.
 
     Args:
-        layout: of the cache.
-        cache: [P, B, row], on the host; written.
-        page: inside the cache.
-        offset: inside the page.
-        row: floating point.
+        layout: layout of the cache.
+        cache: [P, B, row] on the host, written.
+        page: index of the page, inside the cache.
+        offset: index of the entry, inside the page.
+        row: floating point row [channels].
 
     Returns:
-        False, with nothing written, for a layout or values that are not covered here: those of
-        e2m1, and blocks with an infinity or a NaN.
+        False, with nothing written, for a layout or values that are not covered: e2m1 records, and
+        blocks with an infinity or a NaN.
     """
     if isinstance(layout, PlainRowsLayout):
         cache[page, offset].copy_(row)
@@ -308,7 +308,7 @@ def write_row(layout: PageLayout, cache: Tensor, page: int, offset: int, row: Te
 
 @functools.cache
 def fp8_tables() -> tuple[Bytes, NDArray[np.float32], NDArray[np.float32], Bytes]:
-    """By the bits of a bfloat16 magnitude: scale byte, scale, its inverse; by all bits: code."""
+    """Build tables by a bfloat16 magnitude's bits: scale byte, scale, inverse; by bits: code."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     bits = scale_bits(every[:_INFINITY].unsqueeze(1), E4M3_MAX, KV_AMAX_FLOOR)
     scales: NDArray[np.float32] = bits.view(torch.float32).numpy()

@@ -1,11 +1,10 @@
-"""Device twins of the number formats: e4m3, ue8m0 and e2m1 inside Triton kernels.
+"""Number formats inside Triton kernels: e4m3, ue8m0 and e2m1.
 
 Every conversion exists twice: by the target's own instruction (``NATIVE``) and by integer bits,
-which is exact everywhere and needs no FP8 type. The bits of an e4m3 code ``s eeee mmm``, shifted
-into a wider float's exponent and mantissa, are that code's value times a power of two, subnormals
-included; one multiplication restores it. What is encoded is rounded to the nearest code, of two the
-even one, and saturates; a NaN stays one in e4m3 and becomes the largest code in e2m1, which has no
-NaN.
+which is exact on every target and needs no FP8 type. The bits of an e4m3 code ``s eeee mmm``,
+shifted into a wider float's exponent and mantissa, are that code's value times a power of two,
+subnormals included; one multiplication restores it. Encoders round to the nearest code, ties to
+even, and saturate. NaN stays NaN in e4m3 and becomes the largest code in e2m1, which has no NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.backends import backends
 
-# Triton's compiler for Intel's GPUs calls all arithmetic fast, so that it drops a rounding whose
+# Triton's compiler for Intel's GPUs marks all arithmetic as fast, so it drops a rounding whose
 # result is widened again.
 _DROPS_ROUNDING = tl.constexpr("intel" in backends)
 

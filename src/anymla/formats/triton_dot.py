@@ -1,4 +1,4 @@
-"""Matrix products inside kernels that lose nothing of their operands."""
+"""Matrix products inside kernels whose operands lose no bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a paged cache inside Triton kernels: addresses, decoders and encoders of every layout.
+"""Cache rows inside Triton kernels: addresses, decoders and encoders of every layout.
 
 A kernel takes the cache as one uint8 pointer with its page stride in bytes, the entries of a page
 as ``ENTRIES`` and the layout's numbers as ``CODEC`` (a ``RowCodec`` passed as a constexpr):
@@ -7,8 +7,8 @@ as ``ENTRIES`` and the layout's numbers as ``CODEC`` (a ``RowCodec`` passed as a
     x = load_rows(cache, values, scales, valid, CODEC, NATIVE)   # float32 [N, channels]
     store_rows(cache, values, scales, valid, x, CODEC, NATIVE)   # the bytes that formats gives
 
-``load_channels`` reads a part of the channels, for kernels that cannot hold whole rows. Fields of a
-codec are read by ``getattr`` inside kernels, because Triton 3.3 takes no dots after a constexpr.
+``load_channels`` reads a part of the channels, for kernels that cannot hold whole rows. Kernels
+read a codec's fields by ``getattr``, because Triton 3.3 allows no attribute of a constexpr.
 """
 
 from __future__ import annotations
@@ -51,18 +51,20 @@ from anymla.formats.triton_cast import (
 
 @dataclasses.dataclass(frozen=True)
 class RowCodec:
-    """What a kernel has to know of a layout when it is compiled.
+    """Constants of a layout that a kernel needs at compile time.
 
     Attributes:
-        kind: "split_fp8" (main records), "row_fp8", "row_mxfp4", "row_nvfp4", "bf16" or "fp32".
+        kind: kind of record: "split_fp8" (main records), "row_fp8", "row_mxfp4", "row_nvfp4",
+            "bf16" or "fp32".
         channels: width of a row.
-        nope: channels that have codes; the others are bfloat16 ("split_fp8") or none.
-        block: channels that share a scale.
+        nope: number of channels with codes; the others are bfloat16 ("split_fp8") or none.
+        block: number of channels that share a scale.
         data_bytes: bytes of an entry's values.
         scale_bytes: bytes of an entry's scales, 0 if there are none.
         code_max: largest magnitude of a code.
         floor: lower bound of a block's largest magnitude.
-        interleaved: an entry's scales lie behind its values, not in a plane of their own.
+        interleaved: True if an entry's scales follow its values, False if they have a plane of
+            their own.
     """
 
     kind: str
@@ -78,10 +80,10 @@ class RowCodec:
 
 @functools.cache
 def row_codec(layout_id: str) -> RowCodec:
-    """The codec of a layout.
+    """Return the codec of a layout.
 
     Raises:
-        ValueError: unknown layout.
+        ValueError: the layout is unknown.
     """
     layout = get_layout(layout_id)
     width, data, scales = layout.channels, layout.data_bytes, layout.scale_bytes
@@ -109,10 +111,10 @@ def row_codec(layout_id: str) -> RowCodec:
 
 
 def cache_bytes(k_cache: Tensor) -> tuple[Tensor, int, int, int]:
-    """A cache [P, B, row] or [P, B, 1, row] as kernels take it.
+    """Convert a cache [P, B, row] or [P, B, 1, row] to the arguments of a kernel.
 
     Returns:
-        the cache as a uint8 tensor that starts where it starts, the page stride in bytes, P and B.
+        A uint8 tensor with the cache's address, the page stride in bytes, P and B.
     """
     cache = pages_of(k_cache)
     if cache.shape[0] * cache.shape[1] >= 2**31:

@@ -1,4 +1,4 @@
-"""Packed e2m1 weights inside Triton kernels, decoded by the word: the eight codes of an int32.
+"""Decoder of packed e2m1 weights inside Triton kernels, by int32 words of eight codes.
 
 The bits of a code ``s ee m``, moved to the sign, the lowest exponent bits and the highest mantissa
 bit of a wider float, are that code's value times a power of two, subnormals included:
@@ -6,10 +6,10 @@ bit of a wider float, are that code's value times a power of two, subnormals inc
     e4m3 s00eem00  value * 2^-6      float16 s000eem0...  value * 2^-14
                                      bfloat16 s00000ee m...  value * 2^-126
 
-Shifts and masks move two codes at a time, four for e4m3. The values come out in the order in which
-that is least work, and in which the threads of a matrix instruction hold them: thread t of four has
-word t of 32 channels. A sum over channels does not mind, if its other operand has the same order,
-which ``channel_at`` gives.
+Shifts and masks move two codes at a time, four for e4m3. The order of the values is that of the
+least work, and the one in which the threads of a matrix instruction hold them: thread t of four has
+word t of 32 channels. A sum over channels is independent of the order if its other operand has the
+same one, which ``channel_at`` gives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What decoded values must be multiplied with.
+# Factor that decoded values must be multiplied with.
 E4M3_UNIT = tl.constexpr(2.0**6)
 FLOAT16_UNIT = tl.constexpr(2.0**14)
 BFLOAT16_UNIT = tl.constexpr(2.0**126)
@@ -90,7 +90,7 @@ def words_to_bf16(words):
     return _wide(words, 7).to(tl.bfloat16, bitcast=True)
 
 
-# What ``e4m3_words_to_fp16`` must be multiplied with.
+# Factor that the results of ``e4m3_words_to_fp16`` must be multiplied with.
 E4M3_WORD_UNIT = tl.constexpr(2.0**8)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def scale_exponent(amax: Tensor, code_max: float, floor: float) -> Tensor:
-    """Exponent of the smallest power-of-two scale that lets a block fit its codes.
+    """Return the exponent of the smallest power-of-two scale with which a block fits its codes.
 
     ``e = ceil(log2(max(amax, floor) / code_max))``, read from the float32 bits of
     ``amax * (1 / code_max)``: the exponent field, plus one where the mantissa is not zero. This
@@ -26,24 +26,25 @@ def scale_exponent(amax: Tensor, code_max: float, floor: float) -> Tensor:
     return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).int()
 
 
-# Of the power that values are divided by; only blocks that are not finite would have a larger one.
+# Largest exponent of the scale that values are divided by; only blocks that are not finite exceed
+# it.
 LARGEST_CODE_EXPONENT = 126
 
 
 def encode_ue8m0(exponent: Tensor) -> Tensor:
-    """Bytes of power-of-two scales: ``exponent + 127`` clamped to 0..255, uint8."""
+    """Return the bytes of power-of-two scales: ``exponent + 127`` clamped to 0..255, uint8."""
     return (exponent + 127).clamp(0, 255).to(torch.uint8)
 
 
 def decode_ue8m0(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of scale bytes: ``2^(byte - 127)``, and NaN for byte 255 (OCP MX specification 1.0).
+    """Decode scale bytes: ``2^(byte - 127)``, and NaN for byte 255 (OCP MX specification 1.0).
 
     Args:
-        codes: uint8, any shape.
+        codes: uint8 scale bytes of any shape.
         dtype: dtype of the result. Byte 0 (2^-127) is subnormal in float32 and bfloat16.
 
     Returns:
-        Scales, same shape.
+        Scales of the same shape.
     """
     if codes.dtype != torch.uint8:
         raise TypeError(f"decode_ue8m0: codes must be uint8, got {codes.dtype}")

@@ -1,4 +1,4 @@
-"""Files and JSON that somebody else wrote: bounded in size and depth, numbers finite."""
+"""Readers of untrusted files and JSON, with bounds on size, depth and numbers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any, BinaryIO
 
 from anymla.formats.foreign_files import kind_of
 
-# safetensors' own bound for a header, the largest JSON there is in a checkpoint.
+# safetensors' own limit for a header, the largest JSON in a checkpoint.
 MOST_BYTES = 100_000_000
-# Configurations nest four deep.
+# Limit of nesting; configurations nest four deep.
 MOST_DEPTH = 64
-# A tokenizer with merges as pairs has half a million; each takes 64 bytes or more.
+# Limit of lists and objects; a tokenizer with merges as pairs has half a million, of 64 bytes or
+# more.
 MOST_CONTAINERS = 1 << 22
 _MOST_INTEGER = 2**64
 _MOST_DIGITS = 20
@@ -26,24 +27,24 @@ _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Refused(ValueError):
-    """Input that is not what is read here; one line that does not name the file."""
+    """Input that is refused; the message is one line that does not name the file."""
 
 
 def parse_json(text: str | bytes, *, wide: bool = False) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text within limits.
 
     Args:
-        text: as text, or as its bytes in UTF-8.
-        wide: take integers of up to 100 digits, not of up to 64 bits.
+        text: JSON as text, or as its bytes in UTF-8.
+        wide: True to allow integers of up to 100 digits instead of up to 64 bits.
 
     Raises:
-        Refused: no JSON; nested more than ``MOST_DEPTH`` deep, or more than ``MOST_CONTAINERS``
-            lists and objects; a number that is not finite or an
-            integer beyond 64 bits; half of a surrogate pair.
+        Refused: the text is no JSON, nests more than ``MOST_DEPTH`` deep, has more than
+            ``MOST_CONTAINERS`` lists and objects, a number that is not finite, an integer beyond 64
+            bits, or half of a surrogate pair.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        # Those within strings count as well; no file in order has so many.
+        # Brackets within strings count as well; no sound file has so many.
         if text.count("[") + text.count("{") > MOST_CONTAINERS:
             raise Refused(f"more than {MOST_CONTAINERS} lists and objects")
         value = json.loads(
@@ -65,10 +66,10 @@ def parse_json(text: str | bytes, *, wide: bool = False) -> Any:
 
 
 def parse_object(text: str | bytes, *, wide: bool = False) -> dict[str, Any]:
-    """The JSON object in a text.
+    """Parse a JSON text that must be an object.
 
     Raises:
-        Refused: as ``parse_json``, or another value than an object.
+        Refused: see ``parse_json``; or the value is no object.
     """
     value = parse_json(text, wide=wide)
     if not isinstance(value, dict):
@@ -77,16 +78,16 @@ def parse_object(text: str | bytes, *, wide: bool = False) -> dict[str, Any]:
 
 
 def read_object(path: Path, most: int = MOST_BYTES, *, wide: bool = False) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read a file that holds a JSON object.
 
     Args:
-        path: the file.
-        most: bytes that it may have.
-        wide: as for ``parse_json``.
+        path: path of the file.
+        most: largest size of the file in bytes.
+        wide: limit of integers, as for ``parse_json``.
 
     Raises:
-        Refused: as ``parse_object``, or a longer file.
-        OSError: it cannot be read.
+        Refused: see ``parse_object``; or the file is longer.
+        OSError: the file cannot be read.
     """
     held = read_bytes(path, most)
     try:
@@ -98,11 +99,11 @@ def read_object(path: Path, most: int = MOST_BYTES, *, wide: bool = False) -> di
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """A file's bytes; never more than ``most`` of them reach memory.
+    """Read a file's bytes; never more than ``most`` of them reach memory.
 
     Raises:
-        Refused: a longer file, or no file but a pipe, a socket, a device or a directory.
-        OSError: it cannot be read.
+        Refused: the file is longer, or is a pipe, a socket, a device or a directory.
+        OSError: the file cannot be read.
     """
     with open_file(path) as file:
         held = file.read(most + 1)
@@ -112,16 +113,16 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a file to read its bytes; never waits, as for a pipe's writer.
+    """Open a file to read its bytes, without ever waiting for a pipe's writer.
 
     Raises:
-        Refused: it is a pipe, a socket, a device or a directory.
-        OSError: it cannot be opened.
+        Refused: the path is a pipe, a socket, a device or a directory.
+        OSError: the file cannot be opened.
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise Refused(f"not a file, but {special_kind(mode)}")
-    # It may have become a pipe by now.
+    # The file may have been replaced by a pipe since the check.
     descriptor = os.open(
         path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     )
@@ -129,10 +130,10 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def special_kind(mode: int) -> str:
-    """The kind of a directory entry that is no file, with its article.
+    """Name the kind of a directory entry that is no file, with its article.
 
     Args:
-        mode: ``st_mode`` of it.
+        mode: ``st_mode`` of the entry.
     """
     return next((kind for test, kind in _SPECIAL if test(mode)), "something else")
 
@@ -159,7 +160,7 @@ def _finite(digits: str) -> float:
 
 
 def _integer_of_64_bits(digits: str) -> int:
-    # Python refuses to read thousands of digits; more than these are too many in any case.
+    # Python refuses to parse thousands of digits; more than these are out of range in any case.
     if len(digits.lstrip("-")) <= _MOST_DIGITS and abs(number := int(digits)) < _MOST_INTEGER:
         return number
     shown = digits if len(digits) <= _MOST_DIGITS else f"{digits[:_MOST_DIGITS]}..."

@@ -1,4 +1,4 @@
-"""Watches how large the tensors are that an operation makes."""
+"""Measurement of the largest tensor that an operation allocates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LargestAllocation(TorchDispatchMode):
     seen.
 
     Attributes:
-        num_bytes: of the largest storage so far.
+        num_bytes: bytes of the largest storage so far.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class LargestAllocation(TorchDispatchMode):
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and look at its results."""
+        """Run the operator and measure its results."""
         given = {
             each.untyped_storage().data_ptr()
             for each in tree_iter((args, kwargs or {}))

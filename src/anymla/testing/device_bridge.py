@@ -1,4 +1,4 @@
-"""Run tests that are written for CPU tensors on a GPU, with the same bytes.
+"""Bridge that runs tests written for CPU tensors on a GPU, with the same bytes.
 
 While installed, a call that names the Triton backend has the storages of its tensor arguments
 copied to the GPU whole (strides, offsets, canaries and padding included), runs there, and has them
@@ -37,7 +37,7 @@ def install() -> None:
             return Support(True, automatic=False)
         return supported(device_type)
 
-    # What is kept of a device's Triton can still be forgotten.
+    # The cached support of a device must still be resettable.
     support.cache_clear = supported.cache_clear  # type: ignore[attr-defined]
     device_facts._support = support  # type: ignore[assignment]
     call = Operation.__call__
@@ -48,7 +48,7 @@ def install() -> None:
         tensors = _tensors((args, tuple(kwargs.values())))
         if backend != _NAMED or any(tensor.is_cuda for tensor in tensors):
             return call(self, *args, backend=backend, **kwargs)
-        # The contract speaks first, about the tensors it was given.
+        # The contract checks the tensors that it was given first.
         self._contract(*args, **kwargs)
         run = functools.partial(call, self, backend=backend)
         return _Bridge(torch.device("cuda")).run(run, args, kwargs)
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def on_device(call: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The same call for CPU tensors, run on a device on copies of their storages."""
+    """Wrap a call for CPU tensors to run on a device, on copies of their storages."""
 
     @functools.wraps(call, assigned=())
     def bridged(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def on_device(call: Callable[..., Any], device: torch.device) -> Callable[..., A
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device with the same strides and offset, and everything around it."""
+    """Copy to a device with the same strides, offset, and surrounding storage."""
     moved: Tensor = _Bridge(device)._moved(tensor)
     return moved
 
@@ -83,7 +83,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _Bridge:
-    """One call's storages on both sides."""
+    """Storages of one call on both devices."""
 
     def __init__(self, device: torch.device) -> None:
         self._on = device
@@ -92,7 +92,7 @@ class _Bridge:
         self._returned: dict[tuple[Any, ...], Tensor] = {}
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Move, call, move back."""
+        """Move the arguments, call, and move the results back."""
         result = call(
             *[self._moved(value) for value in args],
             **{name: self._moved(value) for name, value in kwargs.items()},
@@ -126,7 +126,7 @@ class _Bridge:
             return tuple(self._back(each) for each in value)
         if not isinstance(value, Tensor):
             return value
-        # What was written into an argument is that argument again.
+        # A result that is an argument must be that same object.
         given = self._returned.get(self._place(value))
         return value.cpu() if given is None else given
 

@@ -1,4 +1,4 @@
-"""How Triton's kernels run for the tests and cases of a device: compiled or interpreted.
+"""Choice between compiled and interpreted Triton kernels for a device's tests and cases.
 
 Imports no operation: Triton and anymla read TRITON_INTERPRET when they are first imported.
 """
@@ -11,11 +11,11 @@ from anymla.runtime.devices import default_device
 
 
 def prepare(device: str | None = None, *, compiled: bool = False) -> None:
-    """Before the operations are imported: without a GPU, Triton kernels are interpreted.
+    """Set up Triton before operations are imported: without a GPU, kernels are interpreted.
 
     Args:
-        device: of the calls; the default one without.
-        compiled: on a CPU they are compiled instead, as ``anymla.testing.intel_on_cpu`` does.
+        device: name of the calls' device; None for the default one.
+        compiled: True to compile kernels on a CPU, as ``anymla.testing.intel_on_cpu`` does.
 
     Raises:
         ValueError: kernels cannot be compiled for a CPU here.

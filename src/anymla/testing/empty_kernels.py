@@ -1,7 +1,7 @@
 """Launches of Triton's kernels up to the call of CUDA's driver, without a GPU.
 
-Nothing is compiled: what stands for a compiled kernel takes its arguments as Triton's launchers
-do, and runs nothing. So the host's part of a launch can be counted, timed and looked at.
+Nothing is compiled: a stand-in for the compiled kernel takes its arguments as Triton's launchers
+do, and runs nothing. So the host's part of a launch can be counted, timed and inspected.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from unittest import mock
 
 
 class EmptyKernel:
-    """Stands for a compiled kernel of sm_90.
+    """Stand-in for a compiled kernel of sm_90.
 
     Attributes:
-        src: what would have been compiled.
-        name: of the kernel.
-        launched: called with the arguments that CUDA's driver would be given.
+        src: source that would have been compiled.
+        name: name of the kernel.
+        launched: callback with the arguments that CUDA's driver would get.
     """
 
     function = packed_metadata = None
 
     def __init__(self, source: Any, launched: Callable[..., None]) -> None:
-        """Of Triton's ``ASTSource``."""
+        """Take the place of the compilation of Triton's ``ASTSource``."""
         from triton.backends.compiler import GPUTarget
         from triton.backends.nvidia.driver import CudaLauncher
         from triton.compiler.compiler import CompiledKernel
@@ -43,17 +43,18 @@ class EmptyKernel:
         self.run.launch = launched
 
     def _init_handles(self) -> None:
-        """There is no module to load."""
+        """Load no module."""
 
 
 @contextlib.contextmanager
 def empty_kernels(
     launched: Callable[[str, tuple[Any, ...]], None] | None = None,
 ) -> Iterator[collections.Counter[str]]:
-    """Count launches inside by kernel; Triton's driver stays a pretended one.
+    """Count launches inside the block by kernel; Triton uses a pretended driver.
 
     Args:
-        launched: called with a kernel's name and all that Triton hands to CUDA's driver for it.
+        launched: callback with a kernel's name and the arguments that Triton passes to CUDA's
+            driver.
     """
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver as nvidia
@@ -88,7 +89,7 @@ def empty_kernels(
     driver.set_active(Driver())
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        # What Triton makes for CUDA's driver; 3.6 compiles a launcher for each signature.
+        # Objects that Triton makes for CUDA's driver; 3.6 compiles a launcher for each signature.
         made: dict[str, Any] = {
             "annotate_arguments": None,
             "make_kernel_signature": None,

@@ -1,4 +1,4 @@
-"""Hostile inputs: caches full of poison, scattered pages, and indices that point nowhere.
+"""Hostile inputs: caches full of poison, scattered pages, and invalid indices.
 
 Numbers are drawn from torch's global generator, so that a seeded test draws the same ones again.
 """
@@ -18,19 +18,19 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
 def hostile_indices(limit: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Indices that all lie outside [0, limit): INT_MIN, -2, -1, limit, limit + 1 and INT_MAX.
+    """Draw indices outside [0, limit): INT_MIN, -2, -1, limit, limit + 1 and INT_MAX.
 
     Args:
-        limit: rows (or slots) there are.
-        shape: of the result.
-        dtype: int32 or int64.
+        limit: number of rows (or slots).
+        shape: shape of the result.
+        dtype: dtype of the result, int32 or int64.
     """
     choices = torch.tensor([INT32_MIN, -2, -1, limit, limit + 1, INT32_MAX], dtype=dtype)
     return choices[torch.randint(len(choices), shape)]
 
 
 def scatter_hostile(indices: Tensor, extra: int, limit: int) -> Tensor:
-    """Mix ``extra`` hostile columns into int32 [T, K], at places that differ from row to row."""
+    """Mix ``extra`` hostile columns into int32 [T, K], at positions that differ by row."""
     tokens, width = indices.shape
     mixed = torch.cat((indices, hostile_indices(limit, tokens, extra)), 1)
     order = torch.rand(tokens, width + extra).argsort(1)
@@ -42,10 +42,10 @@ class GuardedCache:
     """A cache inside a larger buffer, whose other bytes must not change.
 
     Attributes:
-        cache: [P, B, row] with a page stride larger than the page.
-        layout: its layout.
-        buffer: the bytes around it, uint8.
-        before: a copy of the buffer.
+        cache: [P, B, row] cache with a page stride larger than the page.
+        layout: layout of the cache.
+        buffer: uint8 bytes around the cache.
+        before: copy of the buffer.
     """
 
     cache: Tensor
@@ -54,16 +54,16 @@ class GuardedCache:
     before: Tensor
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Store rows [n, channels] at int64 slots [n], and count them as given."""
+        """Store rows [n, channels] at int64 slots [n] as part of the expected contents."""
         self.layout.write(self.cache, slots, rows)
         self.before.copy_(self.buffer)
 
     def changed(self) -> Tensor:
-        """Places in the buffer, int64, that differ from what was given."""
+        """Return positions in the buffer, int64, that differ from the expected contents."""
         return (self.buffer != self.before).nonzero().flatten()
 
     def entry_bytes(self, slot: int) -> set[int]:
-        """Places in the buffer where an entry's values and scales lie."""
+        """Return positions in the buffer of an entry's values and scales."""
         entries, stride = self.cache.shape[1], self.cache.stride(0) * self.layout.dtype.itemsize
         page, offset = divmod(slot, entries)
         start = self.cache.storage_offset() * self.layout.dtype.itemsize + page * stride
@@ -79,18 +79,18 @@ class GuardedCache:
 def guarded_cache(
     layout_id: str, pages: int, entries: int, *, gap: int = 4096, offset: int = 512, fill: int = 255
 ) -> GuardedCache:
-    """Allocate a cache whose pages lie ``gap`` bytes apart, full of ``fill`` bytes.
+    """Allocate a cache whose pages are ``gap`` bytes apart, full of ``fill`` bytes.
 
-    0xFF bytes are NaN as e4m3, as bfloat16, as float32 and as ue8m0, so anything that is read
-    without having been written shows.
+    0xFF bytes are NaN as e4m3, as bfloat16, as float32 and as ue8m0, so any read of unwritten
+    memory shows.
 
     Args:
-        layout_id: layout.
-        pages: P.
-        entries: entries per page B.
+        layout_id: layout id of the cache.
+        pages: P, number of pages.
+        entries: B, number of entries per page.
         gap: bytes between a page's padded end and the next page, a multiple of 16.
         offset: bytes before the first page, a multiple of 16.
-        fill: byte everywhere.
+        fill: value of every byte.
     """
     layout = get_layout(layout_id)
     item = layout.dtype.itemsize
@@ -107,19 +107,19 @@ def guarded_cache(
 def scattered_pages(
     lengths: Sequence[int], entries: int, *, spare: int = 3, width: int | None = None
 ) -> tuple[Tensor, int]:
-    """Block tables of requests whose pages lie in random order among unused ones.
+    """Build block tables of requests whose pages are in random order among unused ones.
 
-    Page 0 is never used (engines keep it as the null page). Entries of the table behind a
-    request's last page are hostile.
+    Page 0 is never used (engines keep it as the null page). Entries of the table after a request's
+    last page are hostile.
 
     Args:
-        lengths: entries each request holds.
-        entries: entries per page.
-        spare: pages that belong to nobody.
-        width: columns of the table; the longest request's pages and two more by default.
+        lengths: number of entries of each request.
+        entries: number of entries per page.
+        spare: number of pages that belong to no request.
+        width: columns of the table; by default the longest request's pages and two more.
 
     Returns:
-        block table int32 [R, P] and the number of pages of the cache.
+        Block table int32 [R, P] and the number of pages of the cache.
     """
     counts = [-(-length // entries) for length in lengths]
     total = 1 + sum(counts) + spare
@@ -134,5 +134,5 @@ def scattered_pages(
 
 
 def slots_of(table: Tensor, request: int, numbers: Tensor, entries: int) -> Tensor:
-    """Slots, int64, of a request's entries ``numbers`` (int64 [n]) through its block table."""
+    """Return int64 slots of a request's entries ``numbers`` (int64 [n]) from its block table."""
     return table[request].long()[numbers // entries] * entries + numbers % entries

@@ -1,4 +1,4 @@
-"""Turn a pytest report from a GPU into rows of evidence, one a family of operations.
+"""Conversion of a pytest report from a GPU to rows of evidence, one a family of operations.
 
 pytest -k "triton or device" tests/ops tests/test_conformance.py --junitxml report.xml
 python -m anymla.testing.gpu_record report.xml COMMIT >> benchmarks/results/gpu_tests.jsonl
@@ -26,10 +26,10 @@ COMMAND = 'pytest -k "triton or device" tests/ops tests/test_conformance.py'
 
 
 def rows(report: Path, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Counts of passed, failed and skipped tests by family; conformance is one of them.
+    """Count passed, failed and skipped tests by family; conformance is a family as well.
 
     Args:
-        report: JUnit XML, as pytest writes it.
+        report: path of JUnit XML as pytest writes it.
         facts: fields that every row carries.
     """
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -46,7 +46,7 @@ def rows(report: Path, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def device_facts(commit: str) -> dict[str, Any]:
-    """What the tests ran on and with."""
+    """Describe the device and the versions of a test run."""
     import triton
 
     device = torch.device("cuda")
@@ -63,7 +63,7 @@ def device_facts(commit: str) -> dict[str, Any]:
 
 
 def _family(classname: str, test: str) -> str:
-    """Family of a test: its folder, what its file's name begins with, or what its own name has."""
+    """Return the family of a test: its folder, or a part of its file's or own name."""
     *folders, name = classname.split(".")
     name = name.removeprefix("test_")
     families = [module.name for module in pkgutil.iter_modules(anymla.ops.__path__) if module.ispkg]

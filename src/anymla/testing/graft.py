@@ -1,8 +1,8 @@
-"""A checkpoint given a DSpark drafter, so that a trained model can be asked with one.
+"""Grafting of a DSpark drafter onto a checkpoint, to test a trained model with one.
 
-The drafter's stages are random. Its Markov head knows which token follows which in a text that the
-caller names, so that a part of its guesses is right: a closed form, of low rank, of the logarithms
-of how often.
+The drafter's stages are random. Its Markov head is computed from the pairs of tokens in a given
+text, so that a part of its guesses is right: a low-rank factorisation of the logarithms of the
+pairs' counts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from anymla.model.config import ModelConfig
 from anymla.testing.tiny_checkpoint import TinyOptions, random_tensors
 
 _TAPS = 3
-# Of the logarithm of (times seen + _UNSEEN): a pair seen once is e ** 3 as likely as one not seen.
+# Offset in log(times seen + _UNSEEN): a pair seen once is e ** 3 as likely as an unseen one.
 _UNSEEN = 0.05
-# Of the norm before the stages' logits: they decide where pairs do not.
+# Factor of the norm before the stages' logits, which decide where no pair is known.
 _STAGES = 0.2
 
 
@@ -37,18 +37,18 @@ def graft_dspark(
     rank: int = 128,
     seed: int = 0,
 ) -> None:
-    """Put a DSpark drafter in the place of a checkpoint's MTP layers.
+    """Replace a checkpoint's MTP layers by a DSpark drafter.
 
     Args:
-        directory: a checkpoint of one file, which is replaced; its ``config.json`` too.
-        token_ids: a text, of which the Markov head learns the pairs.
-        stages: layers of the drafter.
-        block: tokens that it guesses at once.
+        directory: checkpoint of one file, which is replaced, as is its ``config.json``.
+        token_ids: token ids of the text whose pairs the Markov head learns.
+        stages: number of layers of the drafter.
+        block: number of tokens that it guesses at once.
         rank: width of the Markov tables, at most the vocabulary.
-        seed: of the stages' values.
+        seed: seed of the stages' values.
 
     Raises:
-        ValueError: the checkpoint has a DSpark drafter, or fewer than three layers.
+        ValueError: the checkpoint has a DSpark drafter already, or fewer than three layers.
     """
     path = Path(directory)
     config = read_object(path / "config.json")
@@ -59,7 +59,7 @@ def graft_dspark(
     if layers < _TAPS:
         raise ValueError(f"{directory}: {layers} layers, a drafter reads behind {_TAPS}")
     config |= {
-        "num_nextn_predict_layers": 1,  # as published checkpoints say, whatever they hold
+        "num_nextn_predict_layers": 1,  # as in published checkpoints, whatever they hold
         "compress_ratios": [*before.backbone_ratios, *[0] * stages],
         "dspark_block_size": block,
         "dspark_noise_token_id": before.vocab_size - 1,
@@ -85,12 +85,12 @@ def graft_dspark(
 
 
 def markov_tables(token_ids: Sequence[int], vocab: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Two float32 [V, rank] whose product is nearest to log((seen + u) / u) of all pairs.
+    """Return two float32 [V, rank] whose product is nearest to log((seen + u) / u) of all pairs.
 
     Args:
-        token_ids: the text.
-        vocab: V, above every token.
-        rank: of the product.
+        token_ids: token ids of the text.
+        vocab: V, larger than every token id.
+        rank: rank of the product.
     """
     ids = torch.as_tensor(token_ids)
     seen = torch.zeros(vocab * vocab)

@@ -1,7 +1,7 @@
-"""Log-probabilities of a text's own tokens, right and with one thing broken throughout.
+"""Log-probabilities of a text's own tokens, in a right run and with a lasting fault.
 
-A passkey is found or not; here is the finer question, whether a fault can be seen in what a run
-says of ordinary text. Both runs read the same tokens, so that each is compared with itself.
+A passkey is either found or not. This measures more finely if a fault shows in a run's
+log-probabilities of ordinary text. Both runs read the same tokens, so each is compared with itself.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from anymla.runtime.llm import LLM
 from anymla.runtime.request import Request
 from anymla.testing.retrieval import FAULTS, Fault, Hidden
 
-# Faults of a whole run; the others are of the page in which a fact stands.
+# Faults of a whole run; the other faults concern the page with the fact.
 LASTING = tuple(fault for fault in FAULTS if fault.lasting)
 _ID = "text"
 
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """How far the log-probabilities of a text's tokens moved; natural logarithms.
+    """Change of the log-probabilities of a text's tokens; natural logarithms.
 
     Attributes:
-        tokens: how many were predicted.
+        tokens: number of tokens that were predicted.
         nats: mean of their negative log-probabilities.
-        lost: how much larger that is than of the right run.
-        error: standard error of it, tokens taken as independent.
-        typical: mean distance from the right run.
-        largest: largest distance.
+        lost: increase of that mean over the right run's.
+        error: standard error of the increase, with tokens taken as independent.
+        typical: mean absolute difference from the right run.
+        largest: largest absolute difference from the right run.
     """
 
     tokens: int
@@ -44,7 +44,7 @@ class Moved:
 
     @classmethod
     def between(cls, right: Tensor, other: Tensor) -> Moved:
-        """Of two runs of one text, float64 [T] each."""
+        """Compare two runs of one text, float64 [T] each."""
         difference = right - other
         return cls(
             tokens=len(right),
@@ -63,12 +63,12 @@ class Moved:
 
 
 def logprobs(llm: LLM, token_ids: Sequence[int], fault: Fault | None = None) -> Tensor:
-    """Log-probability of each token after the first, given those before it; float64 [T - 1].
+    """Return the log-probability of each token given those before it, from the second on.
 
     Args:
-        llm: the model.
-        token_ids: of the text.
-        fault: one of LASTING, or None.
+        llm: model that reads the text.
+        token_ids: token ids of the text.
+        fault: fault out of LASTING, or None.
     """
     ids = tuple(token_ids)
     request = Request(_ID, ids, max_new_tokens=0, prompt_logprobs=True)
@@ -86,16 +86,16 @@ def compare(
     faults: Sequence[Fault] = LASTING,
     rounded: LLM | None = None,
 ) -> Iterator[tuple[str, Moved]]:
-    """The right run, if asked the same in another precision, and one of every fault.
+    """Compare the right run with one of every fault, and with another precision if given.
 
     Args:
-        llm: the model.
-        token_ids: of the text.
-        faults: of LASTING.
-        rounded: the same model in another dtype: a yardstick.
+        llm: model that reads the text.
+        token_ids: token ids of the text.
+        faults: faults out of LASTING.
+        rounded: the same model in another dtype, as a yardstick.
 
     Yields:
-        what is broken ("none", or the dtype of ``rounded``), and how far that moves the text.
+        The name of the fault ("none", or the dtype of ``rounded``), and the change.
     """
     right = logprobs(llm, token_ids)
     yield "none", Moved.between(right, right)

@@ -1,4 +1,4 @@
-"""Poison for memory that nobody wrote.
+"""Poison for memory that nothing has written.
 
 ``torch.empty`` usually returns zeros on a fresh process, so code that forgets to write an element
 passes its tests. Inside ``poisoned_empty()`` every allocation that the package makes without a
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# The compiler lists torch's functions when it is first imported, and traces no others: it must see
+# The compiler lists torch's functions when it is first imported, and traces no others. It must see
 # them before they are replaced.
 import torch._dynamo
 from torch import Tensor
@@ -54,9 +54,9 @@ def poison_(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned_empty(package: str = PACKAGE) -> Iterator[None]:
-    """Poison what modules of ``package`` get from torch's empty functions, while active.
+    """Poison results of torch's empty functions in modules of ``package``, while active.
 
-    Calls from other modules, and calls traced by torch.compile, are left as they are.
+    Calls from other modules, and calls traced by torch.compile, are left alone.
     """
     originals = [(owner, name, getattr(owner, name)) for owner, name in _FUNCTIONS]
     try:

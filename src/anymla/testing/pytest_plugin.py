@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# Triton and anymla read it when they are first imported, which the compiler does for triton.
+# Triton and anymla read the variable when first imported, and the compiler imports triton.
 if not torch.cuda.is_available() and not torch.xpu.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -34,14 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     _interpret_triton()
     _hypothesis_profiles()
-    # The tests' tensors are small: on a busy machine threads spend their time waiting for each
-    # other (a file of 8 s took 164 s with two).
+    # The tests' tensors are small; on a busy machine threads mostly wait for each other (a file of
+    # 8 s took 164 s with two).
     torch.set_num_threads(1)
-    NOTICE.patience = math.inf  # what a test finds on stderr does not depend on caches
+    NOTICE.patience = math.inf  # the contents of stderr in a test must not depend on caches
 
 
 def _hypothesis_profiles() -> None:
-    """Choose hypothesis' profile where it is installed, which the conformance suite does not need.
+    """Choose hypothesis' profile if it is installed; the conformance suite does not need it.
 
     Drawing numbers is torch's part (from the seed), so examples are cheap to draw but not to run:
     no deadline, and slow data generation is not a health problem.
@@ -58,9 +58,9 @@ def _hypothesis_profiles() -> None:
 
 
 def _interpret_triton() -> None:
-    """Without a GPU, let Triton kernels run in the repaired interpreter, if triton is there.
+    """Let Triton kernels run in the repaired interpreter on machines without a GPU.
 
-    With TRITON_INTERPRET=0 they are compiled for the CPU, where that can be done.
+    With TRITON_INTERPRET=0 they are compiled for the CPU, if that is possible.
     """
     from anymla.ops.device import has_triton
     from anymla.testing import intel_on_cpu
@@ -80,7 +80,7 @@ def _interpret_triton() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where torch sees none."""
+    """Skip tests marked gpu on machines whose torch sees none."""
     if torch.cuda.is_available() or torch.xpu.is_available():
         return
     skip = pytest.mark.skip(reason="needs a GPU, and torch sees none on this machine")
@@ -95,7 +95,7 @@ def inference_rules(request: pytest.FixtureRequest) -> Iterator[None]:
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
-    # Tracing cannot see through the poisoned functions, so tests of torch.compile go without.
+    # Tracing cannot see through the poisoned functions, so tests of torch.compile run without them.
     traces = request.node.get_closest_marker("compiles") is not None
     with torch.no_grad(), contextlib.nullcontext() if traces else poisoned_empty():
         yield

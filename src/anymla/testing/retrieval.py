@@ -1,8 +1,8 @@
-"""A passkey in a long text: whether a model finds it, right and with one thing broken.
+"""A passkey in a long text: the test if a model finds it, intact and with one thing broken.
 
-The end-to-end question that a person understands: every number of a broken run looks fine, and the
-answer is wrong. A run reads the text once; every fault then gets a copy of the engine with its
-caches, so that what differs is the fault alone.
+This is an end-to-end question: every number of a broken run looks fine, but the answer is wrong. A
+run reads the text once. Each fault then gets a copy of the engine with its caches, so that the
+fault is the only difference.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from anymla.runtime.request import Request
 FACT = "The passkey is {}."
 QUESTION = "What is the passkey?"
 DIGITS = 6
-# Tokens of an answer, at most, and of the text around the fact, at least.
+# Most tokens of an answer, and fewest tokens of the text around the fact.
 ANSWER, _LEAST = 16, 64
 _ID = "passkey"
 
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """A text with a passkey in it, and the question behind it.
+    """A text with a passkey in it, followed by a question.
 
     Attributes:
-        token_ids: all of it.
-        digits: the passkey.
-        place: index of the token where the fact begins.
-        question: how many tokens at the end are the question.
+        token_ids: token ids of text and question.
+        digits: digits of the passkey.
+        place: index of the token at which the fact begins.
+        question: number of tokens of the question, at the end.
     """
 
     token_ids: tuple[int, ...]
@@ -51,14 +51,15 @@ class Hidden:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a run said.
+    """Answer of a run.
 
     Attributes:
-        text: the answer.
-        found: whether the passkey stands in it.
-        confidence: geometric mean of its tokens' probabilities: a number that looks fine.
-        drafted: draft tokens verified.
-        accepted: those that were right.
+        text: text of the answer.
+        found: True if the text contains the passkey.
+        confidence: geometric mean of its tokens' probabilities, a number that looks fine in broken
+            runs.
+        drafted: number of draft tokens that were verified.
+        accepted: number of draft tokens that were right.
     """
 
     text: str
@@ -71,15 +72,15 @@ class Answer:
 def hide(llm: LLM, text: str, length: int, depth: float, seed: int = 0) -> Hidden:
     """Hide a passkey in the beginning of a text.
 
-    The question is a dialogue's where the checkpoint has a chat template; else the fact's own
-    sentence, begun. What comes out is tokens, which any engine of the checkpoint can be asked.
+    If the checkpoint has a chat template, the question is a dialogue's; else it is the beginning of
+    the fact's own sentence. The result is token ids, which any engine of the checkpoint can run.
 
     Args:
-        llm: the model, for its tokenizer and template.
-        text: ordinary text.
-        length: tokens of the text with the fact; the question comes on top.
-        depth: where the fact stands, from 0 (the beginning) to 1 (the end of the text).
-        seed: of the passkey.
+        llm: model whose tokenizer and template are used.
+        text: text without a passkey.
+        length: number of tokens of the text with the fact; the question is extra.
+        depth: position of the fact, from 0 (the beginning) to 1 (the end of the text).
+        seed: seed of the passkey.
 
     Raises:
         ValueError: the text has too few tokens.
@@ -87,7 +88,7 @@ def hide(llm: LLM, text: str, length: int, depth: float, seed: int = 0) -> Hidde
     digits = f"{random.Random(seed).randrange(10**DIGITS):0{DIGITS}}"
     fact = llm.tokenizer.encode(f"\n{FACT.format(digits)}\n", leading=False)
     question = _question(llm)
-    # Four characters a token are more than any tokenizer makes of this text.
+    # No tokenizer makes fewer tokens of this text than one for eight characters.
     whole = llm.tokenizer.encode(text[: 8 * length])
     room = length - len(fact)
     if not _LEAST <= room <= len(whole):
@@ -114,9 +115,9 @@ def read(llm: LLM, hidden: Hidden, on_tokens: Callable[[int], object] = lambda _
     """Run the text without the question, if its length is a multiple of the chunks'.
 
     Args:
-        llm: the model.
-        hidden: the text.
-        on_tokens: called with the number of tokens of each step.
+        llm: model that reads the text.
+        hidden: text with the passkey.
+        on_tokens: callback with the number of tokens of each step.
     """
     request = Request(
         _ID,
@@ -133,7 +134,7 @@ def read(llm: LLM, hidden: Hidden, on_tokens: Callable[[int], object] = lambda _
 
 
 def ask(llm: LLM, engine: Engine, hidden: Hidden, fault: Fault | None = None) -> Answer:
-    """Answer from a copy of the engine, broken or not; the engine stays as it is."""
+    """Answer from a copy of the engine, broken or not; the engine itself is unchanged."""
     engine = copy.deepcopy(engine, {id(llm.model): llm.model})
     with contextlib.nullcontext() if fault is None else fault.broken(engine, hidden):
         done = engine.run()[0]
@@ -148,7 +149,7 @@ def judge(
     drafted: int = 0,
     accepted: int = 0,
 ) -> Answer:
-    """What an engine's tokens say, with their log-probabilities (natural)."""
+    """Judge an engine's answer from its tokens and their natural log-probabilities."""
     text = llm.tokenizer.decode(token_ids)
     mean = sum(logprobs) / len(logprobs) if logprobs else -math.inf
     return Answer(text, hidden.digits in text, math.exp(mean), drafted, accepted)
@@ -156,13 +157,13 @@ def judge(
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One thing broken.
+    """A fault of one part of the engine.
 
     Attributes:
-        name: in a word or two.
-        words: what happens, in a line.
-        broken: breaks an engine for as long as the context lasts.
-        lasting: it is everywhere, not in the fact's page alone.
+        name: name in a word or two.
+        words: description in one line.
+        broken: context manager that breaks an engine.
+        lasting: True if the fault is everywhere, False if in the fact's page only.
     """
 
     name: str
@@ -199,7 +200,7 @@ def _short_window(engine: Engine, hidden: Hidden) -> Iterator[None]:
 
 
 def _pages(engine: Engine, hidden: Hidden, group: CacheGroup) -> list[int]:
-    """Physical pages of a group that hold entries of the fact."""
+    """Return the physical pages of a group that hold entries of the fact."""
     held = engine.store.tables[group.name].held(engine.state(_ID).row)
     tokens = group.page_size * group.ratio
     columns = {hidden.place // tokens, (hidden.place + ANSWER) // tokens}
@@ -207,7 +208,7 @@ def _pages(engine: Engine, hidden: Hidden, group: CacheGroup) -> list[int]:
 
 
 def _planes(engine: Engine, kind: CacheKind) -> Iterator[tuple[CacheGroup, list[torch.Tensor]]]:
-    """Of every layer with such a cache of ratio 4, the parts of its pages, entry by entry."""
+    """Yield each layer's cache of this kind and ratio 4, with the parts of its pages."""
     for group in engine.store.groups:
         if group.kind != kind or group.ratio != 4:
             continue
@@ -223,7 +224,7 @@ def _stale_index_rows(engine: Engine, hidden: Hidden) -> Iterator[None]:
     for group, planes in _planes(engine, "index"):
         held = engine.store.tables[group.name].held(engine.state(_ID).row).values()
         pages = _pages(engine, hidden, group)
-        # What another request left there: the rows of other text.
+        # Rows of other text, as another request would have left them.
         other = next(page for page in sorted(held, reverse=True) if page not in pages)
         for plane in planes:
             for page in pages:
@@ -250,14 +251,14 @@ FAULTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One cell of the picture.
+    """Result at one length and depth.
 
     Attributes:
-        length: tokens of the text.
-        depth: where the fact stands, 0 to 1.
-        fault: name of what is broken, "none" for nothing.
-        answer: what was said.
-        engine: who said it.
+        length: number of tokens of the text.
+        depth: position of the fact, 0 to 1.
+        fault: name of the fault, "none" without one.
+        answer: answer of the run.
+        engine: name of the engine that answered.
     """
 
     length: int
@@ -267,7 +268,7 @@ class Finding:
     engine: str = "anymla"
 
     def as_dict(self) -> dict[str, object]:
-        """For a file of rows."""
+        """Convert to a row of a file."""
         own = {name: getattr(self, name) for name in ("length", "depth", "fault", "engine")}
         return own | dataclasses.asdict(self.answer)
 
@@ -275,7 +276,7 @@ class Finding:
 def questions(
     llm: LLM, text: str, lengths: Sequence[int], depths: Sequence[float]
 ) -> Iterator[tuple[int, float, Hidden]]:
-    """A passkey of its own for every length and depth.
+    """Yield a hidden passkey of its own for every length and depth.
 
     Raises:
         ValueError: the text has too few tokens.
@@ -292,7 +293,7 @@ def survey(
     depths: Sequence[float],
     faults: Sequence[Fault] = FAULTS,
 ) -> Iterator[Finding]:
-    """Ask at every length and depth, right and with every fault."""
+    """Ask at every length and depth, intact and with every fault."""
     for length, depth, hidden in questions(llm, text, lengths, depths):
         engine = read(llm, hidden)
         yield Finding(length, depth, "none", ask(llm, engine, hidden))

@@ -1,12 +1,11 @@
-"""The same calls over and over beside each other, which must give the same bits every time.
+"""Repetition of calls in parallel with each other, which must give the same bits every time.
 
 Calls are recorded as CUDA graphs with their comparison, and replayed in a random order on two
-streams, beside copies that come and go: what a call shares the device with is never the same.
+streams, in parallel with copies: the load of the device differs each time.
 
-What a graph reads and writes lives as long as the graph: results and what they are compared with
-are held beside it, everything else is allocated while it is recorded and so belongs to its own
-pool. Results are overwritten before every call, or what a call leaves out would still be there from
-the last one.
+The inputs and outputs of a graph live as long as the graph: results and their expected values are
+held with it, all else is allocated while it is recorded and so belongs to its own pool. Results are
+overwritten before every call, so that a missing write does not show the last call's value.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-_REPEATS = 8  # of a call in its graph
+_REPEATS = 8  # repetitions of a call in its graph
 _LOAD_BYTES = 64 << 20
 _TELL_SECONDS = 4
-_POISON = 0xFF  # NaN of every floating format that results have
+_POISON = 0xFF  # NaN in every floating format of the results
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """A call.
+    """One call that is repeated.
 
     Attributes:
-        label: for people.
-        run: launches it.
-        results: what it writes, all of it: contiguous, of a multiple of four bytes a row.
-        blocks: how many blocks of rows it reads.
+        label: name of the call, for people.
+        run: function that launches it.
+        results: all tensors that it writes: contiguous, with rows of a multiple of four bytes.
+        blocks: number of blocks of rows that it reads.
     """
 
     label: str
@@ -44,14 +43,15 @@ class Repeated:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of it.
+    """Outcome of the repetition.
 
     Attributes:
-        calls: how many were compared, as the device has counted.
-        launched: how many, as the host has.
-        blocks: of all calls.
-        seconds: that they took.
-        different: labels of calls whose bits were not those of the first time, with how often.
+        calls: number of calls compared, as counted on the device.
+        launched: number of calls launched, as counted on the host.
+        blocks: number of blocks that all calls read.
+        seconds: duration in seconds.
+        different: labels of calls whose bits differed from the first time, with the number of
+            times.
     """
 
     calls: int
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class _Recorded:
-    """A graph of a call and its comparison, and what it knows by its address."""
+    """The recorded graph of a repeated call and its comparison, and tensors at fixed addresses."""
 
     graph: torch.cuda.CUDAGraph
     call: Repeated
@@ -79,14 +79,14 @@ def repeat(
     limit: float = 60,
     tell: Callable[[Outcome], None] | None = None,
 ) -> Outcome:
-    """Repeat calls.
+    """Repeat calls in random order, and compare their results.
 
     Args:
-        calls: what to repeat.
-        blocks: until they have read as many,
-        limit: or for as many seconds.
-        seed: of their order.
-        tell: called every few seconds with what came of it so far.
+        calls: calls to repeat.
+        blocks: number of blocks to read before the end.
+        limit: time limit in seconds.
+        seed: seed of the order.
+        tell: callback with the outcome so far, called every few seconds.
     """
     recorded = [_record(call) for call in calls]
     load = torch.zeros(_LOAD_BYTES, dtype=torch.uint8, device="cuda")
@@ -103,7 +103,7 @@ def repeat(
 
     while done < blocks and time.perf_counter() - started < limit:
         for _ in range(16):
-            # A graph's memory is its own, so it must not run beside itself.
+            # A graph has memory of its own, so it must not run in parallel with itself.
             side = order.randrange(2)
             mine = recorded[side::2]
             if not mine:
@@ -124,7 +124,7 @@ def repeat(
 
 
 def _record(call: Repeated) -> _Recorded:
-    """A graph of the call and of its comparison with its first results, some times over."""
+    """Record the call and the comparison with its first results, several times over."""
     _poison(call.results)
     call.run()
     wanted = [_bits(result).clone() for result in call.results]

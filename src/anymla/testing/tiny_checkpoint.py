@@ -43,7 +43,7 @@ from anymla.testing.tiny_storage import (
 from anymla.testing.tiny_tokenizer import write_tokenizer
 from anymla.testing.tiny_weights import linear_values, plain_values
 
-# Of Python's own objects: a tensor with its name, and a token with its number.
+# Bytes of Python's own objects: a tensor with its name, and a token with its number.
 _TENSOR_BYTES, _TOKEN_BYTES = 1000, 200
 
 _T = TypeVar("_T")
@@ -54,16 +54,17 @@ __all__ = ["TinyOptions", "random_tensors", "tiny_config", "write_tiny_checkpoin
 def write_tiny_checkpoint(
     directory: str | Path, options: TinyOptions | None = None, *, twin: str | Path | None = None
 ) -> None:
-    """Write a checkpoint, and if asked its unquantised twin.
+    """Write a checkpoint and, on request, its unquantised twin.
 
     Args:
-        directory: where; created. An earlier tiny checkpoint there is replaced.
-        options: what; the defaults if None.
-        twin: where a bfloat16 checkpoint goes that holds exactly the dequantised values.
+        directory: directory to create. An earlier tiny checkpoint in it is replaced.
+        options: sizes and kinds; None for the defaults.
+        twin: directory of a bfloat16 checkpoint with exactly the dequantised values; None for no
+            twin.
 
     Raises:
-        ValueError: options that no model can have, or a directory that holds something else.
-        NotEnoughMemory: tensors that this machine cannot hold; nothing has been written.
+        ValueError: no model can have these options, or the directory holds other files.
+        NotEnoughMemory: this machine cannot hold the tensors; nothing has been written.
     """
     options = options or TinyOptions()
     config = tiny_config(options)
@@ -87,10 +88,10 @@ def write_tiny_checkpoint(
 
 
 def _least_bytes(options: TinyOptions, config: ModelConfig) -> dict[str, int]:
-    """What the tensors take at the least before they are written."""
+    """Return a lower bound of the tensors' bytes, before they are written."""
     tables = config.num_hash_layers and 12 * config.vocab_size * config.n_routed_experts
     return {
-        # A linear layer in FP4 takes half a byte a value, everything else more.
+        # A linear layer in FP4 has half a byte a value, all other tensors more.
         "values": count_values(config) // 2,
         "tensors": _TENSOR_BYTES * least_tensors(config),
         "token tables": tables,
@@ -101,13 +102,13 @@ def _least_bytes(options: TinyOptions, config: ModelConfig) -> dict[str, int]:
 def random_tensors(
     options: TinyOptions, config: ModelConfig, *, keep_values: bool = False, prefix: str = ""
 ) -> tuple[Stored, dict[str, Tensor]]:
-    """A checkpoint's tensors as stored, and, for a twin, with linear layers dequantised.
+    """Draw a checkpoint's tensors as stored and, for a twin, with linear layers dequantised.
 
     Args:
         options: kinds of weights, and the seed; sizes are the configuration's.
-        config: names and sizes.
-        keep_values: give the twin's tensors as well.
-        prefix: only tensors whose names begin so.
+        config: configuration with names and sizes.
+        keep_values: True to return the twin's tensors as well.
+        prefix: restriction to tensors whose names begin with it.
     """
     noise = Noise(options.seed)
     stored: Stored = {}
@@ -142,7 +143,7 @@ def _beginning(named: Mapping[str, _T], prefix: str) -> list[tuple[str, _T]]:
 def _store(
     options: TinyOptions, prefix: str, shape: LinearShape, weight: Tensor
 ) -> tuple[Stored, Tensor]:
-    """Store one linear layer in the kind that the options mean for it."""
+    """Store one linear layer in the kind that the options give."""
     expert = ".ffn.experts." in prefix
     if options.nvfp4_attention and ".attn." in prefix and "nvfp4" in shape.kinds:
         return store_nvfp4(prefix, weight)
@@ -157,7 +158,7 @@ def _store(
 
 @contextlib.contextmanager
 def _prepared(directory: Path) -> Iterator[None]:
-    """A directory to write in, of which nothing is left if that fails."""
+    """Prepare a directory for writing, and leave nothing in it if that fails."""
     made = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
         _prepare(directory)
@@ -188,7 +189,7 @@ def _prepare(directory: Path) -> None:
 
 
 def _clear(directory: Path) -> None:
-    """Remove a checkpoint's files. The configuration last: it marks the rest as replaceable."""
+    """Remove a checkpoint's files, the configuration last: it marks the rest as replaceable."""
     names = (INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "config.json")
     for path in [*directory.glob("*.safetensors"), *(directory / name for name in names)]:
         path.unlink(missing_ok=True)
@@ -202,7 +203,7 @@ def _write(
     vocab: int,
     longest: int,
 ) -> None:
-    # The configuration first: it marks a directory that was left half written as replaceable.
+    # The configuration comes first: it marks a half-written directory as replaceable.
     _write_text(directory / "config.json", json.dumps(config, indent=2))
     with naming(directory):
         write_tokenizer(directory, vocab, longest)

@@ -1,4 +1,4 @@
-"""Random numbers that are the same bytes on every machine and with every version of torch."""
+"""Random numbers with the same bytes on every machine and with every version of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPREAD = math.sqrt(4 * (256**2 - 1) / 12)
 
 
 class Noise:
-    """Independent streams by name, so that no tensor's values depend on what else is drawn.
+    """Independent streams by name, so that a tensor's values do not depend on other draws.
 
     Only the raw stream of PCG64, which numpy guarantees, and exact arithmetic are used: samplers
     of normal numbers differ between processors and versions.
@@ -24,14 +24,14 @@ class Noise:
         self._seed = seed
 
     def normal(self, name: str, *shape: int) -> Tensor:
-        """Roughly normal float32 numbers, mean 0, deviation 1, never beyond 3.46."""
+        """Draw roughly normal float32 numbers, mean 0, deviation 1, never beyond 3.46."""
         words = self._words(name, math.prod(shape))
         pairs = (words & 0x00FF00FF) + ((words >> 8) & 0x00FF00FF)
         total = ((pairs & 0xFFFF) + (pairs >> 16)).astype(np.float32)
         return torch.from_numpy((total - np.float32(510)) / np.float32(_SPREAD)).view(shape)
 
     def distinct(self, name: str, rows: int, count: int, below: int) -> Tensor:
-        """``count`` different integers 0 .. below - 1 in each row, int64 [rows, count]."""
+        """Draw ``count`` different integers 0 .. below - 1 in each row, int64 [rows, count]."""
         keys = self._words(name, rows * below).reshape(rows, below)
         return torch.from_numpy(np.argsort(keys, axis=1, kind="stable")[:, :count].copy())
 

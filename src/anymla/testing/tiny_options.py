@@ -1,4 +1,4 @@
-"""What a tiny checkpoint shall be, and its configuration."""
+"""Options of a tiny checkpoint, and the configuration that follows from them."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ MARK = "anymla_tiny"
 _ORIGINAL_CONTEXT = 65536
 _TAPS = 3
 _ENGRAM_PAD = 2
-# What a checkpoint for demonstrations and tests may ask of a machine: it is made in memory.
+# Limits of a checkpoint for demonstrations and tests, which is made in memory.
 MAX_VOCAB, MAX_LAYERS, MAX_EXPERTS, MAX_WEIGHTS = 2**20, 512, 2**16, 2**31
 MAX_ROPE_FACTOR = 2**31 // _ORIGINAL_CONTEXT  # positions are int32
 
 
 def default_ratios(layers: int) -> tuple[int, ...]:
-    """DeepSeek-V4-Flash's pattern in small: one window-only layer, then 4 and 128 in turn."""
+    """Return V4-Flash's pattern in small: one window-only layer, then 4 and 128 in turn."""
     return tuple(0 if i == 0 else (4 if i % 2 else 128) for i in range(layers))
 
 
 def default_shared_ratios(layers: int) -> tuple[int, ...]:
-    """DeepSeek-V4.1-Flash's pattern in small: a quarter 0, a quarter 2, half 1."""
+    """Return V4.1-Flash's pattern in small: a quarter 0, a quarter 2, half 1."""
     quarter = layers // 4
     return (0,) * quarter + (2,) * quarter + (1,) * (layers - 2 * quarter)
 
 
 @dataclasses.dataclass(frozen=True)
 class TinySharing:
-    """What layers of a DeepSeek-V4.1 share, and its memory of n-grams.
+    """Layers that others share in a DeepSeek-V4.1, and its memory of n-grams.
 
     Attributes:
-        kv_sources: layers that write entries.
-        index_sources: layers that select.
-        candidate_source: layer that keeps blocks of entries; -1 for none.
-        candidate_blocks: how many.
-        candidate_block_size: entries of a block.
-        engram_layers: layers that read n-grams; may be empty.
+        kv_sources: indices of layers that write entries.
+        index_sources: indices of layers that select.
+        candidate_source: index of the layer that keeps blocks of entries; -1 for none.
+        candidate_blocks: number of blocks that it keeps.
+        candidate_block_size: number of entries per block.
+        engram_layers: indices of layers that read n-grams; may be empty.
         engram_buckets: least number of rows for each of a layer's hashes.
-        engram_heads: hashes of an n-gram.
-        engram_dim: channels of a row.
+        engram_heads: number of hashes of an n-gram.
+        engram_dim: number of channels of a row.
     """
 
     kv_sources: tuple[int, ...]
@@ -65,10 +65,10 @@ class TinySharing:
 
     @classmethod
     def of(cls, ratios: tuple[int, ...], **changes: Any) -> TinySharing:
-        """V4.1-Flash's pattern in small.
+        """Return V4.1-Flash's pattern in small.
 
-        The first layer of every ratio writes entries; of the last ratio every second layer behind
-        it selects, within the blocks that it keeps; one layer in each half reads n-grams.
+        The first layer of every ratio writes entries. In the last ratio every second layer after it
+        selects, within the blocks that it keeps. One layer in each half reads n-grams.
         """
         kv = tuple(i for i, r in enumerate(ratios) if r and r not in ratios[:i])
         last = kv[-1] if kv else -1
@@ -85,28 +85,29 @@ class TinySharing:
 
 @dataclasses.dataclass(frozen=True)
 class TinyOptions:
-    """What to write.
+    """Options of a tiny checkpoint.
 
     Attributes:
         weights: "fp4": packed FP4 experts, FP8 for the other linear layers, as DeepSeek ships the
             model; "nvfp4": the same with the backbone's experts as NVIDIA ships them; "fp8": the
-            experts too; "bf16": nothing quantised.
+            experts in FP8, too; "bf16": nothing quantised.
         ratios: compress ratios of the backbone layers.
-        drafter: "mtp": MTP layers behind them; "dspark": a DSpark drafter, whose context is taken
-            behind the last layers, at most three.
-        mtp: how many MTP layers.
-        stages: layers of the DSpark drafter.
-        block: tokens of its block.
+        drafter: "mtp": MTP layers after them; "dspark": a DSpark drafter, whose context is taken
+            from the last layers, at most three.
+        mtp: number of MTP layers.
+        stages: number of layers of the DSpark drafter.
+        block: number of tokens of its block.
         markov_rank: width of its Markov tables.
-        draft_experts: routed experts of its layers; 0: as many as others have.
-        draft_experts_per_token: how many of them a token is sent to; 0: as many as elsewhere.
-        rope_factor: YaRN's factor; the longest position is 65536 times that.
-        nvfp4_attention: every linear layer of the attention in NVFP4.
-        scale_format: of FP8 scales, "ue8m0" or "fp32" (then not powers of two).
-        shards: files the tensors are spread over.
-        seed: of all values.
-        sharing: of a DeepSeek-V4.1, which has no layers that route by token id and no MTP layers;
-            None for a DeepSeek-V4.
+        draft_experts: number of routed experts of its layers; 0 for as many as in others.
+        draft_experts_per_token: number of experts that a token is sent to; 0 for as many as
+            elsewhere.
+        rope_factor: factor of YaRN; the longest position is 65536 times that.
+        nvfp4_attention: True for every linear layer of the attention in NVFP4.
+        scale_format: format of FP8 scales, "ue8m0" or "fp32" (then not powers of two).
+        shards: number of files that hold the tensors.
+        seed: seed of all values.
+        sharing: sharing of a DeepSeek-V4.1, which has no layers that route by token id and no MTP
+            layers; None for a DeepSeek-V4.
     """
 
     weights: str = "fp4"
@@ -187,7 +188,7 @@ class TinyOptions:
 
     @property
     def draft_layers(self) -> int:
-        """Layers behind the backbone."""
+        """Number of layers after the backbone."""
         return self.stages if self.drafter == "dspark" else self.mtp
 
     @property
@@ -197,7 +198,7 @@ class TinyOptions:
 
     @classmethod
     def shared(cls, **changes: Any) -> TinyOptions:
-        """A DeepSeek-V4.1; ``sharing`` follows from ``ratios`` unless it is given."""
+        """Return a DeepSeek-V4.1; ``sharing`` follows from ``ratios`` unless it is given."""
         given: dict[str, Any] = {
             "ratios": default_shared_ratios(8),
             "hash_layers": 0,
@@ -214,11 +215,12 @@ class TinyOptions:
 
 
 def tiny_config(options: TinyOptions) -> dict[str, Any]:
-    """The ``config.json``, in DeepSeek's spelling.
+    """Return the ``config.json``, in DeepSeek's spelling.
 
     Raises:
-        ConfigError: options that no model can have.
-        ValueError: more weights than a tiny checkpoint may have, or shards than tensors.
+        ConfigError: no model can have these options.
+        ValueError: there are more weights than a tiny checkpoint may have, or more shards than
+            tensors.
     """
     config: dict[str, Any] = {
         "architectures": ["DeepseekV4ForCausalLM"],
@@ -321,7 +323,7 @@ def tiny_config(options: TinyOptions) -> dict[str, Any]:
 
 
 def _marked(options: TinyOptions) -> dict[str, Any]:
-    """The options, less those of another model."""
+    """Return the options without those of another model."""
     marked = dataclasses.asdict(options)
     if options.sharing is None:
         del marked["sharing"]
@@ -331,7 +333,7 @@ def _marked(options: TinyOptions) -> dict[str, Any]:
 def _shared_config(
     config: dict[str, Any], options: TinyOptions, sharing: TinySharing
 ) -> dict[str, Any]:
-    """The ``config.json`` of a DeepSeek-V4.1, whose text model is nested."""
+    """Return the ``config.json`` of a DeepSeek-V4.1, whose text model is nested."""
     outer = ("quantization_config", "expert_dtype", "torch_dtype", "bos_token_id", "eos_token_id")
     kept = {name: config.pop(name) for name in (*outer, MARK) if name in config}
     del config["architectures"], config["num_hash_layers"]

@@ -1,4 +1,4 @@
-"""Storing a random linear layer the way checkpoints do, together with its exact value.
+"""Storage of a random linear layer in checkpoints' formats, together with its exact value.
 
 Every stored value is exact in bfloat16, so that an unquantised twin can hold the same model: codes
 have up to 4 significant bits, scales 1 or 4, and bfloat16 has 8.
@@ -26,7 +26,7 @@ Stored = dict[str, Tensor]
 
 
 def store_plain(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
-    """Bfloat16; returns the tensors by name, and the value they hold."""
+    """Store bfloat16; return the tensors by name, and the value that they hold."""
     rounded = values.bfloat16()
     return {f"{prefix}.weight": rounded}, rounded
 
@@ -34,7 +34,7 @@ def store_plain(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
 def store_fp8(
     prefix: str, values: Tensor, scale_format: str, block: int = FP8_BLOCK
 ) -> tuple[Stored, Tensor]:
-    """Square blocks of e4m3, with scales in "ue8m0" or "fp32".
+    """Store square blocks of e4m3, with scales in "ue8m0" or "fp32".
 
     Float32 scales are amax / 448 rounded up to 4 significant bits, not to a power of two.
     """
@@ -51,7 +51,7 @@ def store_fp8(
 
 
 def store_table(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
-    """Rows of e4m3, with a power of two for each 32 channels."""
+    """Store rows of e4m3, with a power of two for each 32 channels."""
     codes, scales = quantize_fp8_rows(values, MXFP4_BLOCK)
     stored = {
         f"{prefix}.weight": codes.view(torch.float8_e4m3fn),
@@ -61,7 +61,7 @@ def store_table(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
 
 
 def store_mxfp4(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
-    """Packed e2m1 with a power-of-two scale for 32 channels."""
+    """Store packed e2m1 with a power-of-two scale for 32 channels."""
     packed, scales = quantize_mxfp4(values)
     stored = {
         f"{prefix}.weight": packed.view(torch.int8),
@@ -73,7 +73,7 @@ def store_mxfp4(prefix: str, values: Tensor) -> tuple[Stored, Tensor]:
 def store_nvfp4(
     prefix: str, values: Tensor, *, static_input: bool = False
 ) -> tuple[Stored, Tensor]:
-    """Packed e2m1 with an e4m3 scale for 16 channels and a power-of-two scale for the tensor.
+    """Store packed e2m1 with an e4m3 scale for 16 channels and a power-of-two global scale.
 
     With ``static_input`` there is a scale of the activations as well, which nothing reads.
     """
@@ -95,7 +95,7 @@ def store_nvfp4(
 
 
 def _exact(values: Tensor) -> Tensor:
-    """Narrow to bfloat16, which must not change anything."""
+    """Narrow to bfloat16, which must change no value."""
     narrow = values.bfloat16()
     assert torch.equal(narrow.float(), values), "a stored value is not exact in bfloat16"
     return narrow

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer without merges: a text is its UTF-8 bytes behind a leading token."""
+"""A byte-level tokenizer without merges: a text is its UTF-8 bytes after a leading token."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from anymla.model.tokenizer import byte_letters
 
 SPECIAL = (BOS, EOS)
 MIN_VOCAB = len(SPECIAL) + 256
-# The other tokens that dialogues are written with, behind the bytes.
+# Further tokens of dialogues, after the bytes.
 _CHAT_MARKS = tuple(mark for mark in MARKS if mark not in SPECIAL)
-# With one reserved token, which no text holds.
+# The total includes one reserved token, which no text holds.
 CHAT_VOCAB = MIN_VOCAB + len(_CHAT_MARKS) + 1
 
 
 def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    Ids 0 and 1 are the two special tokens, 2 + b is byte b. Behind them are the tokens that
-    dialogues are written with, as far as they fit; reserved special tokens fill the rest.
+    Ids 0 and 1 are the two special tokens, 2 + b is byte b. The tokens of dialogues follow, as far
+    as they fit; reserved special tokens fill the rest.
 
     Args:
-        directory: where.
-        vocab_size: at least 258.
-        max_length: tokens of the longest text, for readers that warn of it.
+        directory: directory of the files.
+        vocab_size: number of tokens, at least 258.
+        max_length: number of tokens of the longest text, for readers that warn of it.
     """
     write_files(directory, tiny_tokenizer(vocab_size), max_length)
 
 
 def tiny_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """What ``write_tokenizer`` writes."""
+    """Return the tokenizer that ``write_tokenizer`` writes."""
     letters = byte_letters()
     more = vocab_size - MIN_VOCAB
     reserved = [f"<|reserved_{n}|>" for n in range(more - len(_CHAT_MARKS))]
@@ -58,10 +58,10 @@ def write_files(
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` of any tokenizer with BOS and EOS.
 
     Args:
-        directory: where.
-        inner: the tokenizer, which puts BOS in front of a text.
-        max_length: tokens of the longest text, for readers that warn of it.
-        chat_template: Jinja's, or None for none.
+        directory: directory of the files.
+        inner: tokenizer of the library, which puts BOS before a text.
+        max_length: number of tokens of the longest text, for readers that warn of it.
+        chat_template: template in Jinja, or None.
     """
     (directory / "tokenizer.json").write_text(inner.to_str(pretty=True) + "\n", encoding="utf-8")
     config = {

@@ -1,7 +1,7 @@
 """Error bounds with their derivation, and comparisons that print what they observed.
 
-A bound is a float that remembers why it has its value, so that a failing test says not only by
-how much, but also what the limit was derived from. docs/numerics.md explains the models.
+A bound is a float that remembers its derivation, so that a failing test reports the excess and the
+origin of the limit. docs/numerics.md explains the models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Bound(float):
         """Make a bound.
 
         Raises:
-            ValueError: value is negative or not finite.
+            ValueError: the value is negative or not finite.
         """
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"Bound: value must be finite and >= 0, got {value}")
@@ -71,18 +71,18 @@ def assert_close(
 ) -> float:
     """Require ``|got - want| <= atol * scale + rtol * |want|`` and print the largest error.
 
-    NaN, +inf and -inf must stand at the same places in both; only finite values are subtracted.
+    NaN, +inf and -inf must be at the same positions in both; only finite values are subtracted.
 
     Args:
-        got: any real dtype.
-        want: same shape; compared in float64.
+        got: result of any real dtype.
+        want: expected result of the same shape; compared in float64.
         atol: bound on the error, in units of ``scale``.
         rtol: bound on the error relative to ``want``.
         scale: magnitude that ``atol`` refers to; broadcast against ``want``.
-        name: what is compared, for the message.
+        name: name of the result in messages.
 
     Returns:
-        The largest error divided by what was allowed there (0 for empty tensors).
+        The largest error divided by the allowed error there (0 for empty tensors).
 
     Raises:
         AssertionError: shapes differ, masks differ, or an error exceeds its bound.
@@ -126,7 +126,8 @@ def assert_identical(got: Tensor, want: Tensor, *, name: str = "result") -> None
     """Require equal dtype, shape and bits (so -0 differs from 0, and NaN equals itself).
 
     Raises:
-        AssertionError: with the coordinates and both values of the first difference.
+        AssertionError: the tensors differ; the message has the coordinates and values of the first
+            difference.
     """
     if got.dtype != want.dtype or got.shape != want.shape:
         raise AssertionError(

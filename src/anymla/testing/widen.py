@@ -1,7 +1,7 @@
-"""The same model at larger sizes: a checkpoint padded to what an engine's kernels demand.
+"""Padding of a checkpoint to the sizes that an engine's kernels demand.
 
-What is added has no effect, so that a trained checkpoint can be asked through engines that do not
-take its sizes:
+The padding has no effect on the results, so that a trained checkpoint can run in engines that do
+not support its sizes:
 
 =======================  ==================================================  ====================
 size                     padded by                                           the model's function
@@ -16,7 +16,7 @@ index_n_heads            index heads of weight 0; scores shrink alike        sam
 index_topk               nothing: more entries are attended to               **another**
 =======================  ==================================================  ====================
 
-"Same" is of real numbers: sums may be taken in another order.
+"Same" refers to real numbers: sums may be computed in another order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SIZES = (
     "index_n_heads",
     "index_topk",
 )
-# Added to the score by which experts are chosen, which is below 100.
+# Added to the score that chooses experts, which is below 100.
 _NEVER = -1e4
 _EXPERT = re.compile(r"(?P<before>.*\.ffn\.experts\.)(?P<number>\d+)(?P<after>\.w[123])$")
 
@@ -59,19 +59,19 @@ def widen(
 ) -> None:
     """Write a checkpoint padded to larger sizes, with the tokenizer beside it.
 
-    Linear layers stay in the kind they are stored in (FP8, MXFP4 or plain), by exactly their
+    Linear layers stay in the kind that they are stored in (FP8, MXFP4 or plain), with exactly their
     values.
 
     Args:
-        directory: a checkpoint, small enough to be held in memory.
-        out: where; created. Files of the same names there are replaced.
-        sizes: by ``config.json``'s name, which is one of SIZES; what is not named stays.
-        plain: store linear layers in bfloat16, which holds the values of FP8 and MXFP4 exactly.
+        directory: checkpoint that is small enough to be held in memory.
+        out: directory to create. Files of the same names in it are replaced.
+        sizes: new sizes by their name in ``config.json``, one of SIZES; others stay.
+        plain: True to store linear layers in bfloat16, which holds FP8 and MXFP4 values exactly.
 
     Raises:
-        ValueError: a size that cannot be padded, that would shrink, or of experts that do not go
-            up in it.
-        CheckpointError: no checkpoint is there.
+        ValueError: a size cannot be padded, would shrink, or is a number of experts that the old
+            one does not divide.
+        CheckpointError: there is no checkpoint.
     """
     source, target = Path(directory), Path(out)
     before = read_object(source / "config.json")
@@ -105,7 +105,7 @@ def _require_growth(config: Mapping[str, object], sizes: Mapping[str, int]) -> N
 
 
 def _padded(weights: Weights, padding: _Padding, *, plain: bool) -> dict[str, Tensor]:
-    """All tensors of the padded checkpoint as they are stored."""
+    """Return all tensors of the padded checkpoint as they are stored."""
     out: dict[str, Tensor] = {}
     for name in expected_plain(padding.before):
         if name != "head.weight" or name in weights.checkpoint:
@@ -132,7 +132,7 @@ def _padded(weights: Weights, padding: _Padding, *, plain: bool) -> dict[str, Te
 
 
 class _Padding:
-    """Where the values of a smaller model stand in the tensors of a larger one."""
+    """Positions of a smaller model's values in the tensors of a larger one."""
 
     def __init__(self, before: ModelConfig, after: ModelConfig) -> None:
         self.before, self.after = before, after
@@ -150,7 +150,7 @@ class _Padding:
         self._shapes_before, self._shapes_after = shapes
 
     def origin(self, prefix: str) -> str | None:
-        """The linear layer whose values one of the larger model has; None for none."""
+        """Return the linear layer whose values a layer of the larger model has; None for none."""
         found = _EXPERT.match(prefix)
         if found is None:
             return prefix
@@ -160,16 +160,16 @@ class _Padding:
         return f"{found['before']}{number % self.before.n_routed_experts}{found['after']}"
 
     def like(self, prefix: str) -> str:
-        """An expert of the smaller model that is stored as an added one shall be."""
+        """Return an expert of the smaller model whose storage kind an added expert copies."""
         found = _EXPERT.match(prefix)
         assert found is not None
         return f"{found['before']}0{found['after']}"
 
     def tensor(self, name: str, value: Tensor) -> Tensor:
-        """A tensor of the larger model, of the smaller one's values."""
+        """Pad a tensor of the smaller model to the larger one's."""
         if ".ffn.gate." in name:
             return self._gate(name, value)
-        if name in self._shapes_before:  # a copy of an expert is of the same shapes as it
+        if name in self._shapes_before:  # a copy of an expert has the same shapes
             assert value.shape == self._shapes_before[name]
         old = _factors(name, self.before) or tuple(value.shape)
         new = _factors(name, self.after) or self._shapes_after[name]
@@ -178,7 +178,7 @@ class _Padding:
         return out.view(self._shapes_after[name])
 
     def _gate(self, name: str, value: Tensor) -> Tensor:
-        """The router's tensors: expert e is also e + n, e + 2 n, ...; those behind have none."""
+        """Pad the router's tensors: expert e is also e + n, e + 2 n, ...; others are unused."""
         experts = self.before.n_routed_experts
         if name.endswith(".tid2eid"):
             return torch.cat([value + copy * experts for copy in range(self.copies)], 1)
@@ -189,7 +189,7 @@ class _Padding:
 
 
 def _factors(name: str, config: ModelConfig) -> tuple[int, ...] | None:
-    """A tensor's shape with those axes apart that are made of several; None if there are none."""
+    """Split a tensor's composite axes into their factors; None if there are none."""
     groups = config.o_groups
     heads, rank, width = config.num_attention_heads // groups, config.o_lora_rank, config.head_dim
     ending = name.partition(".attn.")[2]

@@ -1,4 +1,4 @@
-"""What has gone wrong in real implementations of this attention, as tests for any of them.
+"""Tests for faults that real implementations of this attention have had.
 
 Each case is a function of the operations under test. ``pytest --pyargs
 anymla.testing.conformance`` runs all of them for every backend; another library joins by naming

@@ -94,7 +94,7 @@ def other_kernel(ops: Ops) -> None:
 
 
 def _during_prefill(ops: Ops, given: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same rows, decoded into a workspace, NaN wherever the caches have NaN."""
+    """Attend to the same rows in a decoded workspace, which is NaN wherever the caches are NaN."""
     assert given.extra is not None
     workspace: list[torch.Tensor] = []
     lists: list[torch.Tensor] = []
@@ -115,7 +115,7 @@ def _during_prefill(ops: Ops, given: Scene) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _same(got: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> None:
-    """Two roundings of the same value, after sums that may have been taken in another order."""
+    """Require equality up to two roundings of one value, after sums in any order."""
     assert_close(got, other, atol=ulps(torch.bfloat16, 2), scale=scale, name="same rows")
 
 

@@ -1,4 +1,4 @@
-"""Cases L1 .. L8: where bytes lie in a cache."""
+"""Cases L1 .. L8: positions of bytes in a cache."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def wide_offsets(ops: Ops) -> None:
         layout = get_layout(layout_id)
         stride = layout.page_stride_bytes(entries)
         pages = 2**31 // stride + 3
-        # numpy asks the system for zeroed memory, which is not used until it is touched.
+        # numpy asks the system for zeroed memory, of which no page is used until it is touched.
         buffer = torch.from_numpy(np.zeros(pages * stride, dtype=np.uint8))
         cache = buffer.as_strided(
             (pages, entries, layout.row_elements), (stride, layout.row_elements, 1)

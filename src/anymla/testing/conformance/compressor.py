@@ -1,4 +1,4 @@
-"""Cases C1 .. C4, C8 and C9: compressed entries and the state they are pooled from."""
+"""Cases C1 .. C4, C8 and C9: compressed entries and the states that they are pooled from."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _OPS = ("save_partial_states", "compress_norm_rope_insert")
 
 @dataclasses.dataclass
 class Compressor:
-    """A request's tokens before compression.
+    """Tokens of a request before compression.
 
     Attributes:
-        kv: float32 [T, W].
-        gate: float32 [T, W].
-        ape: float32 [ratio, W].
-        norm: float32 [D].
+        kv: float32 [T, W], values of the tokens.
+        gate: float32 [T, W], pooling logits.
+        ape: float32 [ratio, W], bias of the gate.
+        norm: float32 [D], RMSNorm weight.
     """
 
     kv: Tensor
@@ -41,13 +41,13 @@ class Compressor:
 
     @classmethod
     def random(cls, tokens: int, ratio: int, dim: int) -> Compressor:
-        """Unit-size values; gates that prefer some rows without ignoring the others."""
+        """Draw unit-size values, and gates that prefer some rows without ignoring the others."""
         width = dim * (2 if ratio == 4 else 1)
         kv, gate = torch.randn(tokens, 2 * width).split(width, 1)  # strided, as in a model
         return cls(kv, gate, torch.randn(ratio, width), 1 + 0.1 * torch.randn(dim))
 
     def expected(self) -> Tensor:
-        """Float64 entries [T // ratio, D]."""
+        """Compute the float64 entries [T // ratio, D]."""
         inv_freq = frequencies(v4_config(), compressed=True)
         kv, gate = self.kv.double(), self.gate.double()
         return compress(kv, gate, self.ape.double(), self.norm.double(), inv_freq, EPS)
@@ -55,13 +55,13 @@ class Compressor:
     def run(
         self, ops: Ops, splits: Sequence[int], *, padding: int = 0, stale: float = torch.nan
     ) -> Tensor:
-        """Entries [T // ratio, D] as stored, float64.
+        """Return entries [T // ratio, D] as stored, in float64.
 
         Args:
-            ops: the operations.
-            splits: tokens of each step; they sum up to T.
-            padding: tokens of nobody behind each step, full of NaN.
-            stale: what the pages of the state hold before.
+            ops: operations under test.
+            splits: number of tokens of each step; their sum is T.
+            padding: number of padding tokens after each step, full of NaN.
+            stale: value of the state's pages before the first step.
         """
         ratio, dim = len(self.ape), len(self.norm)
         tokens, entries, page = len(self.kv), 2, 4 if ratio == 4 else 8
@@ -115,10 +115,10 @@ class Compressor:
         return ROW_FORMATS[layout].decode(*read_entries(target.cache, slots, layout))
 
     def check(self, ops: Ops, splits: Sequence[int], name: str, **options: float) -> None:
-        """Run and compare.
+        """Run and compare with the expected entries.
 
-        A mean of n rows of unit size is as small as 1 / sqrt(n), and the norm brings its errors,
-        relative to the rows, back to unit size; values reach four units.
+        A mean of n rows of unit size can be as small as 1 / sqrt(n), and the norm scales its
+        errors, relative to the rows, back to unit size; values reach four units.
         """
         got = self.run(ops, splits, **options)  # type: ignore[arg-type]
         rows = 2 * len(self.ape)

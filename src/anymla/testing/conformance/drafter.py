@@ -1,4 +1,4 @@
-"""Case C12: V4.1's drafter, behind a whole small model."""
+"""Case C12: V4.1's drafter, after a whole small model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PROMPT, _NEW = 23, 16
 
 
 class _HeardModel(RecordedModel):
-    """A recorded model whose drafter's logits and predictions are kept as well."""
+    """A recorded model that also keeps its drafter's logits and predictions."""
 
     def __init__(self, model: Any, recorder: Recorder) -> None:
         super().__init__(model, recorder)
@@ -56,7 +56,7 @@ class _HeardModel(RecordedModel):
     def guess_block(
         self, h: Tensor, anchors: Tensor, choose: Callable[[Tensor, int], Tensor]
     ) -> BlockGuess:
-        """Guess, and keep what the guesses were chosen from."""
+        """Guess, and keep the logits that the guesses are chosen from."""
         heard: list[Tensor] = []
 
         def listening(logits: Tensor, i: int) -> Tensor:
@@ -69,7 +69,7 @@ class _HeardModel(RecordedModel):
 
 
 def _backbone(directory: str, recording: Recording, tokens: list[int]) -> OracleResult:
-    """The float64 run that reads the rows of a recorded one and takes its selections."""
+    """Run the float64 oracle on the rows and selections of a recorded run."""
     model = OracleModel(directory)
     layers = range(model.config.layers + 1)
     errors = [hidden_error(torch.float32, layer, _HIDDEN) for layer in layers]
@@ -114,7 +114,7 @@ def drafter_of_v41(ops: Ops) -> None:
                     continue
                 known = len(state.tokens)
                 said[known] = (list(state.drafts), heard.logits_of_block, heard.survival)
-                # As many right as there were blocks before: every number is accepted once.
+                # As many guesses are right as blocks came before, so that every count occurs once.
                 right = text[known : known + len(said) - 1]
                 state.drafts = [*right, *state.drafts[len(right) :]][: len(state.drafts)]
         expect(list(finished[0].token_ids) == text[_PROMPT:], "other tokens with drafts")
@@ -131,7 +131,7 @@ def drafter_of_v41(ops: Ops) -> None:
             assert_close(logits, want.logits, atol=error, scale=largest, name=f"{name}: logits")
             assert want.confidence is not None
             sure = want.confidence.sigmoid().cumprod(0)
-            # Logits of a chance are sums as wide as the model; its slope is 1/4 at most.
+            # The logits of a probability are sums as wide as the model; its slope is at most 1/4.
             spread = want.confidence.abs().clamp(min=1).cumsum(0)
             assert_close(survival, sure, atol=error, scale=spread, name=f"{name}: confidence")
             chosen = logits.argmax(1).tolist()[: len(drafts)]

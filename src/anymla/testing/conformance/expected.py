@@ -1,4 +1,4 @@
-"""What the cases compare with: float64 mathematics of decoded rows, shared with the oracle."""
+"""Expected results of the cases: float64 mathematics of decoded rows, shared with the oracle."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Softmax attention of some queries.
+    """Expected softmax attention of some queries.
 
     Attributes:
-        out: float64 [T, H, D].
-        lse: float64 [T, H], natural log, without the sink.
-        weight: float64 [T, H, D], sum of p |v|, which rounding errors scale with.
+        out: float64 [T, H, D], output.
+        lse: float64 [T, H], natural logarithm, without the sink.
+        weight: float64 [T, H, D], sum of p |v|, the scale of rounding errors.
     """
 
     out: Tensor
@@ -80,13 +80,13 @@ def attend(
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """sum_h w_h relu(q_h . k): float64 [M, N] of [M, H, D], [N, D] and [M, H]."""
+    """Compute sum_h w_h relu(q_h . k): float64 [M, N] of [M, H, D], [N, D] and [M, H]."""
     dots = torch.einsum("mhd,nd->mhn", q.double(), keys.double()).clamp(min=0)
     return torch.einsum("mhn,mh->mn", dots, weights.double())
 
 
 def index_scale(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """sum_h |w_h| sum_d |q_hd| |k_d|, which errors of float32 scores scale with: [M, N]."""
+    """Compute sum_h |w_h| sum_d |q_hd| |k_d|, [M, N], the scale of float32 scores' errors."""
     dots = torch.einsum("mhd,nd->mhn", q.double().abs(), keys.double().abs())
     return torch.einsum("mhn,mh->mn", dots, weights.double().abs())
 
@@ -95,7 +95,7 @@ RATIOS = (0, 4, 128)
 
 
 def v4_config() -> OracleConfig:
-    """DeepSeek-V4's constants; sizes that no case uses are 1."""
+    """Return DeepSeek-V4's constants; sizes that no case uses are 1."""
     return OracleConfig(
         layers=3,
         mtp_layers=0,
@@ -124,7 +124,7 @@ def v4_config() -> OracleConfig:
 
 
 def table(positions: int, *, compressed: bool) -> Tensor:
-    """Float32 [positions, 64] cosines and sines of V4's rotary embedding."""
+    """Return float32 [positions, 64] cosines and sines of V4's rotary embedding."""
     inv_freq = frequencies(v4_config(), compressed=compressed)
     angle = (torch.arange(positions).float().unsqueeze(1) * inv_freq).double()
     return torch.cat((angle.cos(), angle.sin()), 1).float()
@@ -132,15 +132,15 @@ def table(positions: int, *, compressed: bool) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class EngramGate:
-    """Streams with n-grams added by gates, and how far rounding may move them.
+    """Streams with n-grams added by gates, and bounds of their rounding errors.
 
-    A sum of D products and the two root mean squares move the dot d by ``slack``. The gate is the
-    more sensitive the smaller d is (its root's slope is 125 at most), and jumps where d changes
-    sign, so what it moves by is read from its values at both ends.
+    A sum of D products and the two root mean squares change the dot d by up to ``slack``. The gate
+    is more sensitive for smaller d (its root's slope is at most 125), and jumps where d changes
+    sign, so its change is computed from its values at both ends.
 
     Attributes:
-        out: float64 [T, N, D].
-        error: float64 [T, N, D], before the result is rounded.
+        out: float64 [T, N, D], streams.
+        error: float64 [T, N, D], error before the result is rounded.
     """
 
     out: Tensor
@@ -148,7 +148,7 @@ class EngramGate:
 
     @classmethod
     def of(cls, h: Tensor, projected: Tensor, weight: Tensor, eps: float) -> EngramGate:
-        """Arguments of ``engram_gate``; computed in float64, errors are float32's."""
+        """Compute from arguments of ``engram_gate`` in float64; errors are float32's."""
         width = h.shape[2]
         state, parts = h.double(), projected.double().unflatten(1, (-1, width))
         keys, value = parts[:, :-1], parts[:, -1:]
@@ -163,7 +163,7 @@ class EngramGate:
         return cls(state + added, value.abs() * moved + rounding)
 
     def check(self, got: Tensor, name: str) -> float:
-        """Compare with the operation's result; half a unit for rounding it, of what is right."""
+        """Compare with the operation's result, allowing half a unit for its rounding."""
         half = ulps(got.dtype, 0.5)
         why = Bound(1 + half, "what the gates and sums of float32 may err")
         return assert_close(got, self.out, atol=why, rtol=half, scale=self.error, name=name)

@@ -82,7 +82,7 @@ def graph_padding(ops: Ops) -> None:
 
 @contextlib.contextmanager
 def _compilations() -> Iterator[list[str]]:
-    """Names of the kernels that Triton compiles while active."""
+    """Collect names of the kernels that Triton compiles inside the block."""
     try:
         from triton import knobs
     except ImportError:
@@ -125,7 +125,7 @@ def no_new_compilation(ops: Ops) -> None:
         _, post, comb = ops.hc_pre(h[some], fn, base, scale, norm_eps=1e-6, hc_eps=1e-6, iters=20)
         ops.hc_post(u[some], h[some], post, comb)
 
-    # What an engine warms up: powers of two.
+    # An engine warms up powers of two.
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128):
         step(tokens)
     with _compilations() as compiled:

@@ -1,4 +1,4 @@
-"""Cases I1, I2 and I5 .. I8: index scores, and what is selected by them."""
+"""Cases I1, I2 and I5 .. I8: index scores, and selection by them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def score_formula(ops: Ops) -> None:
     size = index_scale(q, scaled, weights)
     assert_close(got, want, atol=ops.dot_error, scale=size, name="dense scores")
 
-    # Two requests of two rows over the same pages, the second page in front of the first.
+    # Two requests of two rows over the same pages, the second page before the first.
     guarded = guarded_cache(INDEX_FP8, 3, 64)
     slots = torch.cat((torch.arange(128, 192), torch.arange(0, 6)))
     keys = coded(70, 128)

@@ -1,7 +1,7 @@
 """Runs cases in processes of their own, so that a crash or a hang is one case's outcome.
 
-After a CUDA error nothing else runs in a process: the worker ends itself and another one takes the
-rest of its cases.
+After a CUDA error a process can run nothing else: the worker ends itself and another one takes the
+remaining cases.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from anymla.testing.conformance.setup import subject_of
 from anymla.testing.devices import prepare
 
 _POLL_S = 0.05
-_START_S = 120  # for imports and the device's own start, on a busy machine
+_START_S = 120  # seconds for imports and the device's start on a busy machine
 _DEVICE_ERRORS = ("CUDA error", "illegal memory access", "misaligned address", "device-side")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a worker is told: the command line's own words.
+    """Arguments of a worker, in the command line's words.
 
     Attributes:
-        backend: as ``--backend``.
-        against: as ``--against``.
-        device: as ``--device``.
-        compiled: as ``--compiled``.
-        cases: ids, in order.
+        backend: value of ``--backend``.
+        against: value of ``--against``.
+        device: value of ``--device``.
+        compiled: True if ``--compiled`` is given.
+        cases: ids of the cases, in order.
     """
 
     backend: str | None
@@ -53,7 +53,7 @@ class Request:
 
 
 class _Worker:
-    """A process and the file it reports to."""
+    """A worker process and the file that it reports to."""
 
     def __init__(self, request: Request, place: Path, timeout_s: float) -> None:
         self._request = request
@@ -84,7 +84,7 @@ class _Worker:
         return bool(self._left)
 
     def poll(self, cases: dict[str, Case], subject: str) -> Iterator[Outcome]:
-        """Outcomes since the last call; restarts the process where it died or hung."""
+        """Return outcomes since the last call; restart the process if it died or hung."""
         ended = self._process.poll() is not None
         for line in self._lines():
             self._since = time.monotonic()
@@ -110,7 +110,7 @@ class _Worker:
             self._start()
 
     def stop(self) -> None:
-        """End the process and whatever it started."""
+        """End the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -137,14 +137,14 @@ class _Worker:
 def run_isolated(
     cases: Sequence[Case], request: Request, subject: str, *, jobs: int, timeout_s: float
 ) -> Iterator[Outcome]:
-    """Run cases in ``jobs`` processes at a time; outcomes come as they are known.
+    """Run cases in ``jobs`` processes at a time; yield outcomes as they are known.
 
     Args:
-        cases: to run.
-        request: what to judge; its ``cases`` are not looked at.
-        subject: its name in the outcomes.
-        jobs: processes.
-        timeout_s: a case that takes longer is killed and fails.
+        cases: cases to run.
+        request: arguments of the workers; its ``cases`` are ignored.
+        subject: name of the judged subject in the outcomes.
+        jobs: number of processes.
+        timeout_s: time limit of a case in seconds; a slower case is killed and fails.
     """
     by_id = {case.case_id: case for case in cases}
     shares = [tuple(list(by_id)[start::jobs]) for start in range(jobs)]
@@ -165,7 +165,7 @@ def run_isolated(
 
 
 def _end_with_parent() -> None:
-    """Do not outlive the process that asked, however it ended."""
+    """End this process once its parent has ended, however that happened."""
     parent = os.getppid()
 
     def watch() -> None:

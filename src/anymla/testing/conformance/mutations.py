@@ -1,4 +1,4 @@
-"""Which cases catch which deliberate fault: the table in docs/conformance.md, from a run."""
+"""The table in docs/conformance.md of the deliberate faults that each case detects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anymla.testing.conformance.runner import FAILED, Subject, run_case
 CASES_BEGIN, CASES_END = "<!-- cases: begin -->", "<!-- cases: end -->"
 BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
 
-# Whole models and very large inputs, which take long: only faults that are meant for them.
+# Whole models and very large inputs take long, so they run only with faults meant for them.
 _ONLY_IF_MEANT = ("C5", "C6", "C7", "C11", "C12", "L4", "A8")
 
 
@@ -22,7 +22,7 @@ Caught = list[tuple[Fault, list[str]]]
 
 
 def caught_by(fault: Fault, cases: Iterable[Case] | None = None) -> list[str]:
-    """Ids of the cases that fail with a fault in place, of those that may notice it."""
+    """Return ids of the cases that fail with a fault in place, of those that may detect it."""
     subject = Subject("torch")
     if not fault.owners:
         subject = Subject(adapter=Adapter(fault.name, {fault.operation: fault.run}))
@@ -35,7 +35,7 @@ def caught_by(fault: Fault, cases: Iterable[Case] | None = None) -> list[str]:
 
 
 def caught(cases: Iterable[Case] | None = None) -> Caught:
-    """Run every fault that one of the cases (by default of all) may notice."""
+    """Run every fault that one of the cases (by default of all) may detect."""
     cases = list(load_cases().values() if cases is None else cases)
     return [
         (fault, caught_by(fault, cases)) for fault in load_faults() if any(_noticing(fault, cases))
@@ -55,18 +55,18 @@ def _noticing(fault: Fault, cases: Iterable[Case] | None) -> Iterator[Case]:
 
 
 def row(fault: Fault, cases: list[str]) -> str:
-    """A line of the table."""
+    """Format a line of the table."""
     return f"| {fault.words} | `{fault.operation}` | {', '.join(cases) or '**nothing**'} |"
 
 
 def mutation_table(found: Caught) -> list[str]:
-    """Lines of the Markdown table."""
+    """Format the faults as lines of a Markdown table."""
     head = ["| fault | in | caught by |", "|---|---|---|"]
     return head + [row(fault, cases) for fault, cases in found]
 
 
 def case_table() -> list[str]:
-    """Lines of the Markdown table of all cases."""
+    """Format all cases as lines of a Markdown table."""
     lines = ["| case | what must hold | operations |", "|---|---|---|"]
     for case in load_cases().values():
         names = ", ".join(f"`{name}`" for name in (*case.operations, *case.also)) or "-"
@@ -76,7 +76,7 @@ def case_table() -> list[str]:
 
 
 def write_tables(path: Path, found: Caught) -> None:
-    """Put both tables between their marks in a Markdown file.
+    """Write both tables between their marks in a Markdown file.
 
     Raises:
         ValueError: the file has no such marks.

@@ -1,4 +1,4 @@
-"""Cases C5 .. C7: a whole model that speculates, goes back, and follows other requests."""
+"""Cases C5 .. C7: a whole model with speculation, rewinds, and requests one after the other."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _OPERATIONS = (
     "experts",
     "hc_post_pre_norm",
 )
-_PROMPT, _NEW = 121, 20  # generation closes an entry of 128 tokens and several of 4
+_PROMPT, _NEW = 121, 20  # generation completes an entry of 128 tokens and several of 4
 
 
 class ScriptedDrafts:
-    """A model whose draft layer knows the text, and is wrong where it is told to be.
+    """A model whose draft layer knows the text, and is wrong at given places.
 
     Its "streams" carry positions: at position p the layer guesses token p + 2.
     """
@@ -64,12 +64,12 @@ class ScriptedDrafts:
         return getattr(self._model, name)
 
     def mtp_forward(self, h: Tensor, next_ids: Tensor, step: Any, cache: Any) -> Tensor:
-        """Run the real layer for what it writes; return positions."""
+        """Run the real layer for its cache writes; return positions."""
         self._model.mtp_forward(h, next_ids, step, cache)
         return step.positions.to(h.dtype).view(-1, 1, 1).expand(h.shape).contiguous()
 
     def mtp_logits(self, h: Tensor) -> Tensor:
-        """Logits that are sure of one token."""
+        """Return logits that are certain of one token."""
         logits = torch.zeros(len(h), self._model.config.vocab_size, device=h.device)
         for row, position in enumerate(h[:, 0, 0].long().tolist()):
             guess = position + 2
@@ -105,7 +105,7 @@ def _run(model: Any, prompt: tuple[int, ...], **options: Any) -> tuple[Completio
 
 
 def _same_rows(got: Recording, want: Recording, tokens: int, name: str) -> None:
-    """Rows computed by steps of other sizes: each within the error of its layer."""
+    """Compare rows computed by steps of other sizes, within the error of their layer."""
     for layer, ratio in enumerate(_OPTIONS.ratios):
         kinds = {"window": tokens}
         if ratio:
@@ -125,7 +125,7 @@ def _same_rows(got: Recording, want: Recording, tokens: int, name: str) -> None:
 
 
 def _check_speculation(ops: Ops, runs: tuple[tuple[int, int], ...]) -> None:
-    """Run with (most drafts, every how manieth is wrong) and compare with one token a step."""
+    """Run with (most drafts, period of wrong drafts) and compare with one token a step."""
     with _tiny_model(ops) as model:
         prompt = _prompt(model)
         plain, want = _run(model, prompt)
@@ -158,7 +158,7 @@ def roll_back(ops: Ops) -> None:
 
 @case("C7", "an engine whose pages other requests have used answers as a fresh one", *_OPERATIONS)
 def warm_equals_cold(ops: Ops) -> None:
-    # There is no prefix cache: requests share pages only one after the other.
+    # There is no prefix cache, so requests share pages only one after the other.
     with _tiny_model(ops) as model:
         prompt = _prompt(model)
         cold, want = _run(model, prompt)

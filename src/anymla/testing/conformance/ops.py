@@ -19,7 +19,7 @@ from anymla.testing.tolerance import Bound, accumulation
 
 @functools.cache
 def all_operations() -> dict[str, Operation[..., Any]]:
-    """Every public operation of ``anymla.ops`` by name."""
+    """Return every public operation of ``anymla.ops`` by name."""
     found: dict[str, Operation[..., Any]] = {}
     for operations in operations_by_family().values():
         found |= operations
@@ -43,9 +43,9 @@ class Ops:
 
     Attributes:
         backend: name of a backend, or None for the best one.
-        replacements: functions to call in place of the operations of these names, with the same
-            arguments. This is how another library, or a deliberate fault, is put to the test.
-        device: where calls run; the cases' CPU tensors are copied there and back, byte by byte.
+        replacements: functions called instead of the operations of these names, with the same
+            arguments, to test another library or a deliberate fault.
+        device: device of the calls; the cases' CPU tensors are copied there and back, byte by byte.
             None leaves them where they are.
         dot_error: error of an index score's dot product relative to its terms' magnitudes, for
             a library that declares a narrower accumulator than float32.
@@ -74,14 +74,14 @@ class Ops:
         return run if self.device is None else on_device(run, self.device)
 
     def has(self, name: str) -> bool:
-        """Whether an operation is among what is under test."""
+        """True if an operation is under test."""
         if self.replacements:
             return name in self.replacements
         return self.backend is None or self.backend in all_operations()[name].backends
 
     @contextlib.contextmanager
     def as_backend(self) -> Iterator[str | None]:
-        """A backend name under which a whole model on the device runs on these operations."""
+        """Return a backend name under which a whole model on the device uses these operations."""
         if not self.replacements:
             yield self.backend
             return
@@ -96,7 +96,7 @@ class Ops:
 
 
 def all_backends() -> list[str]:
-    """Names of the backends that some operation has."""
+    """Return the names of all backends of the operations."""
     names: dict[str, None] = {}
     for operation in all_operations().values():
         names |= dict.fromkeys(operation.backends)

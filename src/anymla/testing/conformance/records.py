@@ -118,7 +118,7 @@ def nvfp4_rows(ops: Ops) -> None:
 
 
 def _hostile_scales(ops: Ops, layout_id: str) -> None:
-    """Bytes that no writer emits, and what readers make of them: NaN of those two alone."""
+    """Bytes that no writer emits must decode to NaN, and nothing else may."""
     layout = get_layout(layout_id)
     cache = layout.allocate(1, 8, fill=0xFF)
     data, scales = layout.planes(cache)
@@ -180,7 +180,7 @@ def v41_rows(ops: Ops) -> None:
 
 
 def _decoded_first(ops: Ops, given: Scene) -> tuple[Tensor, Tensor]:
-    """As a chunk of a prompt attends: the listed rows of both caches in one workspace."""
+    """Attend as a chunk of a prompt does: to the listed rows of both caches in one workspace."""
     assert given.extra is not None
     workspace: list[Tensor] = []
     ranges = []

@@ -1,4 +1,4 @@
-"""The list of cases, and how one is written."""
+"""The list of cases, and their registration."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _MODULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing that went wrong somewhere.
+    """One requirement that some implementation has violated.
 
     Attributes:
-        case_id: "L1", "A10", ...
-        story: what must hold, in a line.
-        operations: the operations under test; empty if it is not about operations.
-        also: operations that are judged as well by who has them (``Ops.has``).
-        run: raises AssertionError if it does not hold.
-        gpu: it needs a GPU, and makes its tensors there.
-        bulk: it is about size, which the reference backends, written as loops, are not made for.
+        case_id: short id, such as "L1" or "A10".
+        story: requirement in one line.
+        operations: operations under test; () for a case about other parts.
+        also: operations that are judged as well if they are under test (``Ops.has``).
+        run: function that raises AssertionError if the requirement is violated.
+        gpu: True if it needs a GPU, and makes its tensors there.
+        bulk: True if it is about size, for which the reference backends, written as loops, are too
+            slow.
     """
 
     case_id: str
@@ -50,7 +51,7 @@ class Case:
 
 
 class NotApplicable(Exception):
-    """What is under test does not claim to do what a case asks; the message says what."""
+    """The subject does not claim a feature that a case needs; the message names it."""
 
 
 CASES: dict[str, Case] = {}
@@ -74,7 +75,7 @@ def case(
 
 
 def load_cases() -> dict[str, Case]:
-    """All cases by id, in the order of the list that they come from."""
+    """Return all cases by id, in the order of their list."""
     for module in _MODULES:
         importlib.import_module(f"anymla.testing.conformance.{module}")
     return dict(sorted(CASES.items(), key=lambda item: _place(item[0])))

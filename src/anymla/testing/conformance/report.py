@@ -1,4 +1,4 @@
-"""Outcomes as JUnit XML, for whatever reads test reports."""
+"""Outcomes as JUnit XML, for readers of test reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from anymla.testing.conformance.runner import FAILED, NOT_APPLICABLE, Outcome
 
 
 def junit_xml(outcomes: Sequence[Outcome]) -> str:
-    """One test suite, a test case an outcome."""
+    """Format one test suite with a test case per outcome."""
     counts = collections.Counter(outcome.status for outcome in outcomes)
     suite = ElementTree.Element(
         "testsuite",

@@ -54,7 +54,8 @@ def entry_positions(ops: Ops) -> None:
         width = 512 * (2 if ratio == 4 else 1)
         tokens = 4 * ratio
         states = torch.randn(1, tokens, 2 * width)
-        states[..., width:] = -1e4  # with one row far above the others, an entry is that row
+        # If one row's logit is far above the others, the entry equals that row.
+        states[..., width:] = -1e4
         own = torch.arange(tokens) % ratio == 1
         states[0, own, 2 * width - 512 :] = 1e4
         cache = get_layout(ROWS_FP32_512).allocate(1, 4)
@@ -85,7 +86,7 @@ def entry_positions(ops: Ops) -> None:
 def no_mscale(ops: Ops) -> None:
     rows = cos_sin_table(inv_freq(64, 160000.0, YARN), 0, 3000)
     length = rows[:, :32].square() + rows[:, 32:].square()
-    # Two squares of numbers rounded to float32.
+    # The sum has two squares of numbers rounded to float32.
     one = torch.ones(1, dtype=torch.float64).expand_as(length)
     assert_close(length, one, atol=ulps(torch.float32, 3), name="cos^2 + sin^2")
     cache = get_layout(ROWS_FP32_512).allocate(1, 16)
@@ -134,7 +135,7 @@ def spellings(ops: Ops) -> None:
     nested = common | {
         "rope_parameters": {
             "main": {"rope_type": "default", "rope_theta": 10000.0},
-            # Without the factor transformers would scale cosines and sines.
+            # Without this factor transformers would scale cosines and sines.
             "compress": yarn
             | {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0},
         },

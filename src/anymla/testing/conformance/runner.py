@@ -1,4 +1,4 @@
-"""Runs cases against a backend, or against another library, and says what came out."""
+"""Runs cases against a backend, or against another library, and collects the outcomes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PASSED, FAILED, NOT_APPLICABLE = "passed", "failed", "not applicable"
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What the cases judge.
+    """Subject of the judgement.
 
     Attributes:
-        backend: of the package's operations; None for the best of each.
-        adapter: another library in place of some of them.
-        device: where it runs.
+        backend: name of the backend of the package's operations; None for the best of each.
+        adapter: adapter of another library that replaces some of them, or None.
+        device: device of the calls.
     """
 
     backend: str | None = None
@@ -40,13 +40,13 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """As rows and reports name it."""
+        """Name in rows and reports."""
         if self.adapter is not None:
             return self.adapter.name
         return self.backend or "best backend"
 
     def why_not(self, case: Case) -> str:
-        """Why a case does not apply; "" if it does."""
+        """Return the reason why a case does not apply; "" if it does."""
         if case.gpu and self.device.type != "cuda":
             return "needs a CUDA device"
         if self.adapter is not None:
@@ -70,16 +70,16 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one case said.
+    """Outcome of one case.
 
     Attributes:
-        case_id: "L1", ...
-        story: what must hold.
-        subject: what was judged.
-        status: PASSED, FAILED or NOT_APPLICABLE.
-        detail: the failure, or why it does not apply.
-        seconds: it took.
-        notes: what of the case was not judged, and why.
+        case_id: id of the case, such as "L1".
+        story: requirement of the case.
+        subject: name of the judged subject.
+        status: one of PASSED, FAILED or NOT_APPLICABLE.
+        detail: message of the failure, or the reason why the case does not apply.
+        seconds: duration of the case in seconds.
+        notes: parts of the case that were not judged, and why.
     """
 
     case_id: str
@@ -92,14 +92,14 @@ class Outcome:
 
 
 class _Tally:
-    """Which calls of a case the library under test answered."""
+    """Records the calls of a case that the library under test answered."""
 
     def __init__(self) -> None:
         self.answered = 0
         self.refused: collections.Counter[str] = collections.Counter()
 
     def watch(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The library's function; what it does not claim to do is done by this package."""
+        """Wrap the library's function; this package answers calls that it does not claim."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -113,12 +113,12 @@ class _Tally:
         return run
 
     def notes(self) -> tuple[str, ...]:
-        """A line a reason."""
+        """Return one line for each reason."""
         return tuple(f"not judged: {count} x {why}" for why, count in self.refused.items())
 
 
 def run_case(case: Case, subject: Subject) -> Outcome:
-    """Run one case. Every failure, a crash of the case's own included, is an outcome."""
+    """Run one case. Every failure, a crash of the case itself included, is an outcome."""
     named = (case.case_id, case.story, subject.name)
     reason = subject.why_not(case)
     if reason:
@@ -152,7 +152,8 @@ def _judge(case: Case, ops: Ops) -> tuple[str, str]:
     seed = zlib.crc32(case.case_id.encode())
     random.seed(seed)
     torch.manual_seed(seed)
-    silent = contextlib.redirect_stdout(io.StringIO())  # observed errors, which tests show
+    # observed errors are printed, for tests to show
+    silent = contextlib.redirect_stdout(io.StringIO())
     try:
         with torch.no_grad(), poisoned_empty(), silent:
             case.run(ops)

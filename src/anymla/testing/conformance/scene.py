@@ -16,13 +16,13 @@ from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 
 @dataclasses.dataclass
 class Scope:
-    """One cache and the rows that each token reads from it.
+    """One cache and the rows that each token reads.
 
     Attributes:
-        guarded: the cache; only the rows in use are written, everything else is poison.
-        layout: its layout id.
+        guarded: cache of which only the rows in use are written; all else is poison.
+        layout: layout id of the cache.
         indices: int32 [T, K] slots, hostile from column ``lengths`` on.
-        lengths: int32 [T].
+        lengths: int32 [T], number of valid slots.
     """
 
     guarded: GuardedCache

@@ -1,4 +1,4 @@
-"""From the command line's words to what the cases judge."""
+"""Conversion of the command line's words to the subject of the cases."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from anymla.testing.conformance.runner import Subject
 
 
 def subject_of(backend: str | None, against: str | None, device: str | None) -> Subject:
-    """What to judge.
+    """Find the subject that the words name.
 
     Args:
         backend: name of a backend, or None for the best of each operation.
-        against: another library (``adapters.load_adapter``), or None.
-        device: of the calls; None for the accelerator if there is one.
+        against: name of another library (``adapters.load_adapter``), or None.
+        device: name of the calls' device; None for the accelerator if there is one.
 
     Raises:
-        BackendUnavailable: the library, or the device it needs, is not here.
-        ValueError: a name means nothing.
+        BackendUnavailable: the library, or the device that it needs, is not available.
+        ValueError: a name is unknown.
     """
     place = torch.device(device or default_device())
     if place.type != "cpu" and not getattr(torch, place.type).is_available():

@@ -56,13 +56,13 @@ def sinkhorn(ops: Ops) -> None:
     h = torch.randn(16, _STREAMS, 64)
     _check_site(ops, h, "16 tokens")
     _check_site(ops, h * 1e-4, "tiny streams, where the norm's epsilon shows")
-    # Far from uniform gates, which twenty iterations do not bring to rest.
+    # For gates that are far from uniform, twenty iterations do not converge.
     site = _site(64)
     scale = site.scale * 30
     _, _, comb = ops.hc_pre(h, site.fn, site.base, scale, norm_eps=1e-6, hc_eps=1e-6, iters=20)
     wide = Site(site.fn.double(), site.base.double(), scale.double())
     _, _, want = wide.pre(h.double(), v4_config())
-    # Logits up to 100 times larger, so their errors are.
+    # Logits are up to 100 times larger, and so are their errors.
     slack = 100 * accumulation(_STREAMS * 64, torch.float32)
     assert_close(comb, want, atol=slack, name="comb far from uniform")
     one = torch.ones(16, _STREAMS, dtype=torch.float64)
@@ -98,12 +98,12 @@ def _check_delayed(ops: Ops, h: Tensor, u: Tensor, eps: float, name: str) -> Non
     assert_close(pre, want_pre, atol=slack, name=f"{name}: pre")
     assert_close(post, want_post, atol=slack, name=f"{name}: post")
     assert_close(comb, want_comb, atol=slack, name=f"{name}: comb")
-    # The next sub-layer's input: the streams behind this one, through this one's gates.
+    # Input of the next sub-layer: the streams after this one, read through this one's gates.
     x = ops.hc_collapse_norm(ops.hc_post(u, h, post, comb), pre, weight, norm_eps=eps)
     streams = hyper_post(u.double(), h.double(), want_post, want_comb)
     collapsed = collapse(streams, want_pre)
     want = rms_norm(collapsed, weight.double(), eps)
-    # Gates err by the slack, twice on the way; the norm divides by the root mean square.
+    # Gates err by the slack, and are used twice; the norm divides by the root mean square.
     magnitude = (h.double().abs().sum(1) + 2 * u.double().abs()) * _STREAMS
     magnitude = magnitude * weight / collapsed.square().mean(1, keepdim=True).sqrt()
     assert_close(x, want, atol=2 * slack, scale=magnitude, name=f"{name}: input")

@@ -1,6 +1,6 @@
 """Runs every case for every backend, or for the library that ANYMLA_AGAINST names.
 
-A variable, because pytest reads options of a package's conftest only where a path names it.
+This is a variable because pytest reads options of a package's conftest only if a path names it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GENERAL = ("torch", "reference", "any")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a case and backend, or one a case where another library is judged."""
+    """Make one test for each case and backend, or for each case if another library is judged."""
     if "judged" not in metafunc.fixturenames:
         return
     parameters: list[Any] = []
@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_case(judged: tuple[Case, str | None]) -> None:
-    """Run one case; where it does not apply it is skipped with the reason."""
+    """Run one case; skip it with the reason if it does not apply."""
     case, backend = judged
     if backend is None:
         _other_library(case)

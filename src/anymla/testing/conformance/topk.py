@@ -1,4 +1,4 @@
-"""Cases I3, I4 and I10: the best of given scores."""
+"""Cases I3, I4 and I10: selection of the best of given scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def large_selections(ops: Ops) -> None:
 def _check_topk(
     ops: Ops, logits: Tensor, starts: Tensor, ends: Tensor, k: int, name: str
 ) -> Tensor:
-    """Without ties the best k, best first, are the only answer."""
+    """Require the best k, best first, the only answer without ties."""
     chosen: Tensor = ops.topk_per_row(logits, starts, ends, k)
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         count = min(k, max(end - start, 0))
@@ -53,7 +53,7 @@ def lengths_around_k(ops: Ops) -> None:
         lens = torch.tensor([entries, entries - 1], dtype=torch.int32)
         zeros = torch.zeros_like(lens)
         stale = logits.clone()
-        stale[:, entries:] = torch.inf  # of a longer sequence before
+        stale[:, entries:] = torch.inf  # scores of an earlier, longer sequence
         for k, out in buffer.items():
             fresh = _check_topk(ops, stale, zeros, lens, k, f"{entries} entries, top {k}")
             again = ops.topk_per_row(stale, zeros, lens, k, out=out)

@@ -36,7 +36,7 @@ _EPS = 1e-20
 
 
 def _latents(ops: Ops, kv: Tensor, score: Tensor, norm: Tensor, splits: Sequence[int]) -> Tensor:
-    """What ``compress_norm`` gives for entries of two tokens, in steps of so many: [T, D]."""
+    """Run ``compress_norm`` for entries of two tokens in steps of the given sizes: [T, D]."""
     tokens, dim = kv.shape
     table_, pages = scattered_pages([tokens], 4)
     state = torch.full((pages, 4, 2 * dim), torch.nan)
@@ -76,7 +76,7 @@ def pairs_of_tokens(ops: Ops) -> None:
             share = score[:whole].double().unflatten(0, (-1, 2)).softmax(1)
             pooled = (share * size * kv[:whole].double().unflatten(0, (-1, 2))).sum(1)
             want = rms_norm(pooled, norm.double(), _EPS)
-            # The norm divides what rounding left of two rows by the size of their mean.
+            # The norm divides the rounding errors of two rows by the size of their mean.
             scale = 4 * size / pooled.square().mean(1, keepdim=True).sqrt()
             assert_close(got[1::2], want, atol=slack, scale=scale, name=name)
             expect(not bool(got[::2].any()), f"{name}: tokens that close nothing give zero")
@@ -134,7 +134,7 @@ def plain_mxfp4_keys(ops: Ops) -> None:
     slots = slots_of(table_, 0, torch.arange(entries), 64)
     ops.quantize_and_insert_k_cache(keys, guarded.cache, slots, layout=INDEX_MXFP4)
     q, weights = torch.randn(3, heads, 128).bfloat16(), torch.randn(3, heads)
-    # At position 0 the rotation changes nothing, so that codes are known exactly.
+    # At position 0 the rotation is the identity, so the codes are known exactly.
     codes, scales, scaled = ops.indexer_q_rope_quant(
         q,
         weights,
@@ -169,7 +169,7 @@ def ngrams(ops: Ops) -> None:
     expect(primes[14][:1] == (16000477,), "layers have primes of their own")
     sums = tuple(map(sum, primes.values()))
     expect(sums == config.rows, f"tables of {sums} rows, expected {config.rows}")
-    # Golden numbers of DeepSeek's own code, with a token map that changes nothing.
+    # Golden numbers of DeepSeek's own code, with an identity token map.
     every = torch.arange(129280) % config.tokens
     hashes = ngram_hash(config, 1, every, torch.device("cpu"))
     at = torch.tensor([8])
@@ -192,7 +192,7 @@ def ngrams(ops: Ops) -> None:
     )
     read = engram.table.rows(torch.randint(0, 7, (tokens, columns)))
     h = torch.randn(tokens, streams, hidden)
-    h[0] = 0  # nothing to agree on: the root of the least size
+    h[0] = 0  # no agreement: the root of the least size
     got = engram(h, _only_ngrams(read))
     parts = (read.weight.flatten(1).double() @ engram.wkv.packed.weight.double().T).unflatten(
         1, (streams + 1, hidden)
@@ -202,7 +202,7 @@ def ngrams(ops: Ops) -> None:
     gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
     gate[0] = torch.sigmoid(torch.tensor(1e-3, dtype=torch.float64))
     want = h.double() + gate.unsqueeze(-1) * value
-    # Products of 96 terms reach 30; a root's slope at 0.01, near which a dot may lie, is 5.
+    # Products of 96 terms reach 30; the slope of a root at 0.01, near which a dot may be, is 5.
     assert_close(
         got, want, atol=8 * accumulation(96, torch.float32), scale=30.0, name="streams with n-grams"
     )
@@ -221,7 +221,7 @@ def gates_of_ngrams(ops: Ops) -> None:
         projected = torch.randn(tokens, (streams + 1) * width)
         got = ops.engram_gate(h, projected, weight, eps=_EPS)
         EngramGate.of(h, projected, weight, _EPS).check(got, f"{name}: streams")
-        # Nothing to agree on, and next to nothing to disagree on: roots of the least size.
+        # No agreement, and almost no disagreement: roots of the least size.
         h[:, 0], h[:, 1] = 0, torch.tensor([1.0, 0.0]).repeat(width // 2)
         projected[:, width : 2 * width] = torch.tensor([-1e-7, 1.0]).repeat(width // 2)
         got = ops.engram_gate(h, projected, weight.abs(), eps=_EPS)
@@ -236,7 +236,7 @@ def gates_of_ngrams(ops: Ops) -> None:
 def rows_of_tables(ops: Ops) -> None:
     tokens, columns, width, blocks = 5, 3, 64, 2
     codes = torch.randint(0, 256, (tokens, columns, width)).to(torch.uint8)
-    codes[codes & 0x7F == 0x7F] = 1  # a subnormal in place of NaN
+    codes[codes & 0x7F == 0x7F] = 1  # a subnormal instead of NaN
     scales = torch.randint(100, 150, (tokens, columns, blocks)).to(torch.uint8)
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full((tokens, columns * width), torch.nan, dtype=dtype)
@@ -263,7 +263,7 @@ _OPTIONS = TinyOptions.shared(
 )  # fmt: skip
 
 
-# What a step of a whole model calls.
+# Operations that a step of a whole model calls.
 STEP_OPERATIONS = (
     "rope",
     "rms_norm",
@@ -301,7 +301,7 @@ def whole_shared_model(ops: Ops) -> None:
         )
         prompt = tuple(torch.randint(2, model.config.vocab_size, (37,)).tolist())
         request = Request("one", prompt, max_new_tokens=3)
-        # On a CPU the host makes steps of few tokens, and the device's way the others.
+        # On a CPU, steps of few tokens are built on the host and all others on the device's path.
         for options in (
             EngineOptions(kv_cache="fp32", chunk_size=13, decode="plain"),
             EngineOptions(kv_cache="fp32", chunk_size=37, decode="fixed"),

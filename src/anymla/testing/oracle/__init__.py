@@ -1,6 +1,6 @@
 """An independent DeepSeek-V4 in float64, dense and unpaged, to judge runs of the real one.
 
-Written from the published mathematics, sharing no code with the operations and layers it judges.
+Written from the published mathematics; it shares no code with the operations and layers it judges.
 """
 
 from anymla.testing.oracle.check import RunReport, check_run

@@ -21,12 +21,12 @@ _BLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class RowRounding:
-    """How computed rows are rounded when no recorded ones take their place.
+    """Layouts by which computed rows are rounded, unless recorded rows replace them.
 
     Attributes:
         main: layout id for window rows and entries; None keeps them exact.
         index: layout id for index keys; None keeps them exact.
-        compressed: layout id for entries, if they have their own.
+        compressed: layout id for entries, if they have a layout of their own.
     """
 
     main: str | None = None
@@ -36,10 +36,10 @@ class RowRounding:
 
 @dataclasses.dataclass
 class LayerRows:
-    """What a layer writes to its caches, exact: window [T, D], compressed [E, D], index [E, Di].
+    """Exact rows that a layer caches: window [T, D], compressed [E, D], index [E, Di].
 
     Attributes:
-        pooled_error: of the compressed entries and the index keys, what ``pooled_error`` says.
+        pooled_error: error of the compressed entries and the index keys, see ``pooled_error``.
     """
 
     window: Tensor
@@ -48,7 +48,7 @@ class LayerRows:
     pooled_error: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def rounded(self, rounding: RowRounding, *, rotates: bool = True) -> LayerRows:
-        """The rows as they read back from a cache; MXFP4 keys rotated, if the model does so."""
+        """Return the rows as read back from a cache; MXFP4 keys are rotated if the model's are."""
 
         def store(rows: Tensor | None, layout_id: str | None) -> Tensor | None:
             if rows is None or layout_id is None:
@@ -66,22 +66,23 @@ class LayerRows:
 
 @dataclasses.dataclass(frozen=True)
 class IndexQueries:
-    """What scores the index keys: q [T, H, Di] and weights [T, H]."""
+    """Index queries q [T, H, Di] and head weights [T, H]."""
 
     q: Tensor
     weights: Tensor
 
     def scores(self, tokens: slice, keys: Tensor) -> Tensor:
-        """sum_h weight * relu(q_h . key) for a block of tokens: [n, E]."""
+        """Compute sum_h weight * relu(q_h . key) for a block of tokens: [n, E]."""
         dots = (self.q[tokens].flatten(0, 1) @ keys.T).clamp_(min=0)
         dots = dots.unflatten(0, (-1, self.q.shape[1]))
         return torch.einsum("nhe,nh->ne", dots, self.weights[tokens])
 
     def magnitudes(self, keys: Tensor) -> Tensor:
-        """Size [T] of a score's error, for an error of one relative unit in q and keys.
+        """Return the size [T] of a score's error, for one relative unit of error in q and keys.
 
         Errors of channels and heads are independent: a product q_h . key of D channels is off by
-        |q_h| |key| / sqrt(D), and the heads add up as squares. Four standard deviations of that.
+        |q_h| |key| / sqrt(D), and the heads add as squares. The result is four standard deviations
+        of that.
         """
         heads = (self.weights * self.q.norm(dim=-1)).square().sum(1).sqrt()
         largest = keys.norm(dim=-1).max() if len(keys) else 0.0
@@ -95,17 +96,18 @@ class AttentionOracle:
         self.config = config
         self.weights = weights
         self.prefix = prefix
-        # What drafts lies behind the backbone and compresses nothing.
+        # Draft layers follow the backbone and compress nothing.
         self.ratio = config.ratios[index] if index < config.layers else 0
         sharing = config.sharing
         self.compresses = self.ratio > 0 and (sharing is None or index in sharing.kv)
-        # Of layers that select within blocks of entries: bool [T, entries], which are in those.
+        # Mask bool [T, entries] of the entries within kept blocks, in layers that select in two
+        # levels.
         self.kept: Tensor | None = None
         self.selects = f"{prefix}.indexer.wq_b.weight" in weights
         self.inv_freq = frequencies(config, compressed=self.ratio > 0)
 
     def queries(self, x: Tensor, positions: Tensor) -> tuple[Tensor, IndexQueries | None]:
-        """Main queries [T, H, D] and those of the indexer."""
+        """Return main queries [T, H, D] and those of the indexer."""
         config, eps = self.config, self.config.norm_eps
         latent = rms_norm(self._project(x, "wq_a"), self._tensor("q_norm.weight"), eps)
         q = self._project(latent, "wq_b").unflatten(1, (config.heads, config.head_dim))
@@ -121,7 +123,7 @@ class AttentionOracle:
         return q, IndexQueries(rotate(index_q, positions, self.inv_freq), weights)
 
     def rows(self, x: Tensor, positions: Tensor) -> LayerRows:
-        """What the layer writes to its caches for the whole sequence."""
+        """Return the rows that the layer writes to its caches for the whole sequence."""
         kv = rms_norm(self._project(x, "wkv"), self._tensor("kv_norm.weight"), self.config.norm_eps)
         rows = LayerRows(rotate(kv, positions, self.inv_freq))
         if self.compresses and self.config.sharing is not None:
@@ -133,7 +135,7 @@ class AttentionOracle:
         return rows
 
     def _add_latent(self, rows: LayerRows, x: Tensor) -> None:
-        """Entries [T // r, D] without bias or overlap, and keys projected before their rotation."""
+        """Add entries [T // r, D] without bias or overlap, and keys, projected before rotation."""
         eps, norm = self.config.norm_eps, self._tensor("compressor.norm.weight")
         count = len(x) // self.ratio
         first = torch.arange(count) * self.ratio
@@ -155,9 +157,9 @@ class AttentionOracle:
         rows.index = rotate(keys, first, self.inv_freq)
 
     def block_scores(self, index: IndexQueries, keys: Tensor, size: int) -> Tensor:
-        """The best score of each block of entries: [T, blocks].
+        """Return the best score of each block of entries: [T, blocks].
 
-        That of the newest visible entry's block is infinite, and -inf where none is visible.
+        The score of the newest visible entry's block is infinite, and -inf if no entry is visible.
         """
         scores = torch.full((len(index.q), -(-len(keys) // size)), -torch.inf, dtype=keys.dtype)
         for token in range(len(index.q)):
@@ -171,7 +173,7 @@ class AttentionOracle:
         return scores
 
     def _compress(self, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Entries [T // r, D], softmax over each window's rows by channel; and their error."""
+        """Return entries [T // r, D], by softmax over each window's rows, and their error."""
         kv, gate = self._project(x, f"{name}.wkv"), self._project(x, f"{name}.wgate")
         ape, norm = self._tensor(f"{name}.ape"), self._tensor(f"{name}.norm.weight")
         eps = self.config.norm_eps
@@ -181,13 +183,13 @@ class AttentionOracle:
         )
 
     def visible(self, tokens: slice, entries: int) -> Tensor:
-        """Which entries each token of a block may see: bool [n, E]."""
+        """Return the mask of entries that each token of a block may see: bool [n, E]."""
         positions = torch.arange(tokens.start, tokens.stop).unsqueeze(1)
         seen = torch.arange(entries) < (positions + 1) // self.ratio
         return seen if self.kept is None else seen & self.kept[tokens, :entries]
 
     def select(self, index: IndexQueries, keys: Tensor, tokens: slice) -> Tensor:
-        """The oracle's own selection for a block of tokens: [n, K], -1 where fewer are visible."""
+        """Return the oracle's own selection for a block of tokens: [n, K], padded with -1."""
         keys = keys[: tokens.stop // self.ratio]
         scores = index.scores(tokens, keys)
         return best(scores, self.visible(tokens, len(keys)), self.config.index_topk)
@@ -196,9 +198,9 @@ class AttentionOracle:
         """Attend every token to its window and its entries, and to the sink: [T, H, D].
 
         Args:
-            q: [T, H, D].
+            q: head queries [T, H, D].
             rows: cache rows as they are read.
-            chosen: [T, K] entries, -1 for none, or None for all that are visible.
+            chosen: selected entries [T, K], -1 for none, or None for all visible ones.
         """
         window = self.config.window
         sink = self._tensor("attn_sink")
@@ -228,7 +230,7 @@ class AttentionOracle:
         return out
 
     def output(self, out: Tensor, positions: Tensor) -> Tensor:
-        """Inverse rotation, grouped projection and output projection: [T, H, D] -> [T, hidden]."""
+        """Apply inverse rotation, grouped and output projection: [T, H, D] -> [T, hidden]."""
         out = rotate(out, positions, self.inv_freq, inverse=True)
         grouped = out.flatten(1).unflatten(1, (self.config.groups, -1))
         wo_a = self.weights.linear(f"{self.prefix}.wo_a").unflatten(0, (self.config.groups, -1))
@@ -244,15 +246,15 @@ class AttentionOracle:
 def compress(
     kv: Tensor, gate: Tensor, ape: Tensor, norm: Tensor, inv_freq: Tensor, eps: float
 ) -> Tensor:
-    """Compressed entries [T // r, D] of a sequence.
+    """Compute the compressed entries [T // r, D] of a sequence.
 
     Args:
-        kv: [T, W], W = D, or 2 D if entries overlap.
-        gate: [T, W].
-        ape: [r, W], added to the gate by position within the window.
-        norm: [D].
-        inv_freq: of the rotation at each window's first position.
-        eps: of the norm.
+        kv: values [T, W], W = D, or 2 D if entries overlap.
+        gate: pooling logits [T, W].
+        ape: bias [r, W] of the gate by position within the window.
+        norm: RMSNorm weight [D].
+        inv_freq: frequencies of the rotation at each window's first position.
+        eps: epsilon of the norm.
     """
     ratio = len(ape)
     weight = _windows(gate + _repeated(ape, gate), ratio, len(norm), -torch.inf).softmax(1)
@@ -263,10 +265,11 @@ def compress(
 def pooled_error(
     kv: Tensor, gate: Tensor, ape: Tensor, norm: Tensor, inv_freq: Tensor, eps: float
 ) -> Tensor:
-    """Error [T // r, D] of ``compress`` for one unit of error in the rows that it pools.
+    """Return the error [T // r, D] of ``compress`` for one unit of error in the rows that it pools.
 
-    A number of kv or gate is off by a unit of itself and of its row's root mean square, like any
-    other that a layer computes. Errors of different rows are independent and add as squares, in
+    A number of kv or gate has an error of one unit of itself and of its row's root mean square,
+    like any other that a layer computes. Errors of different rows are independent and add as
+    squares, in
 
         c = sum_i p_i kv_i:   dc = sum_i p_i dkv_i + sum_i p_i (kv_i - c) dgate_i
 
@@ -287,7 +290,7 @@ def pooled_error(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """What a relative error of 1 is of numbers [..., W]: of each, and of its row's size."""
+    """Return the absolute error of numbers [..., W] whose relative error is 1."""
     return x.abs() + x.square().mean(-1, keepdim=True).sqrt()
 
 
@@ -296,7 +299,7 @@ def _repeated(ape: Tensor, gate: Tensor) -> Tensor:
 
 
 def _windows(x: Tensor, ratio: int, dim: int, absent: float) -> Tensor:
-    """What each entry pools of x [T, W]: [T // r, r or 2 r, D]; ``absent`` before the first row."""
+    """Return the rows of x [T, W] that each entry pools: [T // r, r or 2 r, D]."""
     count = len(x) // ratio
     x = x[: count * ratio].unflatten(0, (count, ratio))
     if x.shape[-1] == dim:
@@ -306,18 +309,18 @@ def _windows(x: Tensor, ratio: int, dim: int, absent: float) -> Tensor:
 
 
 def spans(n: int) -> Iterator[slice]:
-    """Blocks of tokens 0 .. n-1."""
+    """Yield blocks of tokens 0 .. n-1."""
     for start in range(0, n, _BLOCK):
         yield slice(start, min(start + _BLOCK, n))
 
 
 def membership(chosen: Tensor, count: int) -> Tensor:
-    """Bool [n, count], which of 0 .. count-1 stand in each row of ``chosen`` [n, K]."""
+    """Return bool [n, count], the mask of 0 .. count-1 in each row of ``chosen`` [n, K]."""
     member = torch.zeros(len(chosen), count + 1, dtype=torch.bool)
     inside = (chosen >= 0) & (chosen < count)
     return member.scatter_(1, torch.where(inside, chosen, count), True)[:, :count]
 
 
 def _shifted(x: Tensor, fill: float) -> Tensor:
-    """Each window's rows one window later; the first window gets ``fill``."""
+    """Shift each window's rows to the next window; the first window gets ``fill``."""
     return torch.cat((torch.full_like(x[:1], fill), x[:-1]))

@@ -35,12 +35,12 @@ class Site:
         return rms_norm(h.flatten(1), None, config.norm_eps) @ self.fn.T
 
     def pre(self, h: Tensor, config: OracleConfig) -> tuple[Tensor, Tensor, Tensor]:
-        """Collapsed streams [T, D], post [T, N] and comb [T, N, N] of h [T, N, D]."""
+        """Return collapsed streams [T, D], post [T, N] and comb [T, N, N] of h [T, N, D]."""
         pre, post, comb = self.gates(h, config)
         return collapse(h, pre), post, comb
 
     def gates(self, h: Tensor, config: OracleConfig) -> tuple[Tensor, Tensor, Tensor]:
-        """Pre [T, N], post [T, N] and comb [T, N, N] of h [T, N, D]."""
+        """Return pre [T, N], post [T, N] and comb [T, N, N] of h [T, N, D]."""
         n = h.shape[1]
         mix = self._mix(h, config)
         pre = torch.sigmoid(mix[:, :n] * self.scale[0] + self.base[:n]) + config.hc_eps
@@ -60,22 +60,22 @@ class Site:
 
 
 def stream_count(weights: Weights) -> int:
-    """How many streams there are: a site has (2 + N) N gates."""
+    """Return the number N of streams: a site has (2 + N) N gates."""
     return round((len(weights["layers.0.hc_attn_base"]) + 1) ** 0.5) - 1
 
 
 @dataclasses.dataclass
 class Gates:
-    """Through which gates sites read the streams.
+    """Gates through which sites read the streams.
 
     Attributes:
-        pre: [T, N], gates of the last delayed site; None before the first.
+        pre: gates [T, N] of the last delayed site; None before the first.
     """
 
     pre: Tensor | None = None
 
     def enter(self, site: Site, h: Tensor, config: OracleConfig) -> tuple[Tensor, Tensor, Tensor]:
-        """A site's input [T, D], post and comb; V4.1's input is read through the site before."""
+        """Return a site's input [T, D], post and comb; V4.1 reads through the last site's gates."""
         if config.sharing is None:
             return site.pre(h, config)
         before = self.pre
@@ -87,17 +87,17 @@ class Gates:
 
 
 def collapse(h: Tensor, pre: Tensor) -> Tensor:
-    """sum_n pre_n h_n: [T, D]."""
+    """Compute sum_n pre_n h_n: [T, D]."""
     return torch.einsum("tn,tnd->td", pre, h)
 
 
 def hyper_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """h'_j = post_j u + sum_i comb_ij h_i."""
+    """Compute h'_j = post_j u + sum_i comb_ij h_i."""
     return post.unsqueeze(-1) * u.unsqueeze(1) + torch.einsum("tij,tid->tjd", comb, h)
 
 
 def swiglu(x: Tensor, weights: Weights, prefix: str, limit: float) -> Tensor:
-    """One expert: w2(silu(min(w1 x, L)) * clamp(w3 x, -L, L))."""
+    """Run one expert: w2(silu(min(w1 x, L)) * clamp(w3 x, -L, L))."""
     gate = weights.apply(x, f"{prefix}.w1").clamp(max=limit)
     up = weights.apply(x, f"{prefix}.w3").clamp(-limit, limit)
     inner = gate * torch.sigmoid(gate) * up
@@ -105,7 +105,7 @@ def swiglu(x: Tensor, weights: Weights, prefix: str, limit: float) -> Tensor:
 
 
 def expert_scores(x: Tensor, weights: Weights, prefix: str) -> Tensor:
-    """sqrt(softplus(logits)) [T, E]."""
+    """Compute sqrt(softplus(logits)) [T, E]."""
     scores: Tensor = softplus(x @ weights[f"{prefix}.gate.weight"].T, threshold=1e9).sqrt()
     return scores
 
@@ -113,7 +113,7 @@ def expert_scores(x: Tensor, weights: Weights, prefix: str) -> Tensor:
 def mixture(
     x: Tensor, scores: Tensor, chosen: Tensor, weights: Weights, prefix: str, config: OracleConfig
 ) -> Tensor:
-    """Routed experts ``chosen`` [T, k], weighted by their scores, plus the shared expert."""
+    """Run routed experts ``chosen`` [T, k], weighted by their scores, plus the shared expert."""
     share = scores.gather(1, chosen)
     share = share / share.sum(1, keepdim=True) * config.routed_scaling
     out = swiglu(x, weights, f"{prefix}.shared_experts", config.swiglu_limit)

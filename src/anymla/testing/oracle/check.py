@@ -1,4 +1,4 @@
-"""Judge a recorded run of the engine: is what it computed, stored and decided right?"""
+"""Judgement of a recorded run of the engine: its results, its cache rows and its decisions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from anymla.testing.tolerance import Bound, accumulation, ulps
 
 @dataclasses.dataclass(frozen=True)
 class RunReport:
-    """What was found.
+    """Findings of a check.
 
     Attributes:
-        tokens: positions that were run.
-        compared: log-probabilities compared.
-        max_difference: |run's - oracle's| log-probability, the largest compared with its bound.
-        mean_difference: the mean of all.
-        allowed: the bound on that one; of another token it may differ (``Judge.more``).
+        tokens: number of positions that were run.
+        compared: number of log-probabilities compared.
+        max_difference: |run's - oracle's| log-probability, the largest relative to its bound.
+        mean_difference: mean of the absolute differences.
+        allowed: bound of ``max_difference``; tokens may have different bounds (``Judge.more``).
         rows: findings by kind of cache row: "window", "compressed", "index".
         selections: findings by kind of selection: "topk", "experts".
     """
@@ -40,7 +40,7 @@ class RunReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is within its bound."""
+        """True if every finding is within its bound."""
         return (
             self.max_difference <= self.allowed
             and not any(found.unexplained for found in self.rows.values())
@@ -48,7 +48,7 @@ class RunReport:
         )
 
     def lines(self) -> list[str]:
-        """The findings as text, one a line."""
+        """Return the findings as text, one a line."""
         lines = [
             f"log-probabilities: {self.compared} compared, largest difference "
             f"{self.max_difference:.3g} (mean {self.mean_difference:.3g}, "
@@ -81,23 +81,24 @@ def check_run(
 ) -> RunReport:
     """Compare a run with the oracle that reads the same cache bytes.
 
-    The oracle computes every layer in float64 from its own inputs, but attends to the rows that
-    the run stored and takes the run's selections. So the only difference left is the run's
-    arithmetic, and each of the three (rows, selections, log-probabilities) is judged by itself.
+    The oracle computes every layer in float64 from its own inputs, but attends to the rows that the
+    run stored and uses the run's selections. So the only remaining difference is the run's
+    arithmetic, and rows, selections and log-probabilities are judged separately.
 
     Args:
-        directory: the checkpoint.
-        recording: from a ``Recorder``.
+        directory: directory of the checkpoint.
+        recording: recording of a ``Recorder``.
         token_ids: prompt and generated tokens; the last may be one that was never run.
-        logprobs: of each token given those before it; None where unknown (the first always).
-        dtype: of the run's activations; with the checkpoint's activation scheme it determines
+        logprobs: log-probability of each token given those before it; None if unknown (as the
+            first).
+        dtype: dtype of the run's activations; with the checkpoint's activation scheme it determines
             the bounds (``hidden_error``).
 
     Returns:
         The report; ``ok`` is the verdict.
 
     Raises:
-        ValueError: lengths differ, or the recording is of other tokens.
+        ValueError: lengths differ, or the recording belongs to other tokens.
         LookupError: the recording lacks rows or decisions.
     """
     if len(token_ids) != len(logprobs):
@@ -138,21 +139,21 @@ def check_run(
 def hidden_error(
     dtype: torch.dtype, layer: int, width: int, *, quantized_inputs: bool = False
 ) -> Bound:
-    """Relative error of what layer ``layer`` computes from the token ids.
+    """Return the relative error of the results of layer ``layer``.
 
     Each attention or expert sub-layer rounds eight times to the activations' dtype, half a unit
     each, and accumulates dot products as wide as the model in float32. The residual streams keep
     the errors of the 2 * layer sub-layers before, which at worst add up.
 
     Linear layers that round their inputs to e4m3 (``quantized_inputs``) err by 2.6 % each: a unit
-    is up to 1/8 of a value, the error uniform in it. Two in a row give 3.7 %, six standard
-    deviations of which are two units. These errors are independent and add up as squares.
+    is up to 1/8 of a value, and the error is uniform in it. Two in a row give 3.7 %; six standard
+    deviations of that are two units. These errors are independent and add as squares.
 
     Args:
-        dtype: of the activations.
-        layer: the number of layers gives the error of what the head reads.
-        width: of the model.
-        quantized_inputs: whether quantised linear layers round their inputs.
+        dtype: dtype of the activations.
+        layer: index of the layer; the number of layers gives the error of the head's input.
+        width: hidden size of the model.
+        quantized_inputs: True if quantised linear layers round their inputs.
     """
     sublayers = 1 + 2 * layer
     error = sublayers * (ulps(dtype, 4) + accumulation(width, torch.float32, c=1.0))

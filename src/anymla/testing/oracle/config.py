@@ -1,4 +1,4 @@
-"""The numbers of a config.json that the mathematics needs, read without anymla's own parser."""
+"""The fields of config.json that the mathematics needs, read without anymla's own parser."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class DSpark:
-    """A DSpark drafter's numbers; how many stages it has is for the tensors to say.
+    """Numbers of a DSpark drafter; the tensors decide the number of stages.
 
-    Its context is made of the streams behind the target layers, in V4.1 of those that their first
-    sites read.
+    Its context is computed from the outputs of the target layers, in V4.1 from the inputs of their
+    first sites.
     """
 
     block_size: int
@@ -35,7 +35,7 @@ class DSpark:
 
 @dataclasses.dataclass(frozen=True)
 class EngramNumbers:
-    """What the rows of n-grams depend on; ``testing.oracle.engram`` says how."""
+    """Numbers that determine the rows of n-grams, see ``testing.oracle.engram``."""
 
     layers: tuple[int, ...]
     max_ngram: int
@@ -47,12 +47,12 @@ class EngramNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """What DeepSeek-V4.1's layers share; a layer's source is the last one up to itself.
+    """Layers that others share in DeepSeek-V4.1; a layer's source is the last one up to itself.
 
     Attributes:
-        kv: layers that write entries.
-        index: layers that select.
-        candidates: layer that keeps blocks of entries, how many, and their size; or None.
+        kv: indices of layers that write entries.
+        index: indices of layers that select.
+        candidates: layer that keeps blocks of entries, number of blocks, and their size; or None.
     """
 
     kv: tuple[int, ...]
@@ -61,21 +61,22 @@ class Sharing:
 
     @staticmethod
     def source(layers: tuple[int, ...], layer: int) -> int:
-        """The last of the layers up to this one."""
+        """Return the last of the layers up to this one."""
         return max(one for one in layers if one <= layer)
 
 
 @dataclasses.dataclass(frozen=True)
 class OracleConfig:
-    """What the forward pass depends on.
+    """Numbers that determine the forward pass.
 
     Attributes:
         ratios: compression ratio per layer, backbone then MTP; 0 for none.
-        dspark: None without such a drafter.
+        dspark: numbers of the DSpark drafter, or None.
         weight_block: rows and columns that share a scale in an FP8 weight.
-        dynamic_activations: quantised layers quantise their inputs too, in reduced precision.
-        sharing: of a DeepSeek-V4.1: its heads have no norm, its sites are delayed. None for V4.
-        engram: its memory of n-grams, or None.
+        dynamic_activations: True if quantised layers quantise their inputs, in reduced precision.
+        sharing: sharing of a DeepSeek-V4.1, whose heads have no norm and whose sites are delayed.
+            None for V4.
+        engram: numbers of the memory of n-grams, or None.
     """
 
     layers: int
@@ -113,7 +114,7 @@ class OracleConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> OracleConfig:
-        """Take the numbers out of a parsed config.json; V4.1's text model is nested in it."""
+        """Read the numbers of a parsed config.json; V4.1's text model is nested in it."""
         raw = raw | raw.get("text_config", {})
         main, compress = _rope_sections(raw)
         layers = raw["num_hidden_layers"]
@@ -168,7 +169,7 @@ def _ratios(raw: dict[str, Any], layers: int, mtp_layers: int) -> tuple[int, ...
     if ratios is None:
         rates = raw.get("compress_rates") or {}
         ratios = [rates.get(kind, _LAYER_TYPES[kind]) for kind in raw["layer_types"]]
-    # Ratio 1 says "uncompressed" too; layers past the backbone see the window only.
+    # Ratio 1 means "uncompressed" as well; layers after the backbone see the window only.
     backbone = [ratio if ratio > 1 else 0 for ratio in ratios[:layers]]
     return tuple(backbone + [0] * mtp_layers)
 
@@ -216,9 +217,9 @@ def _hash_layers(raw: dict[str, Any]) -> int:
 
 
 def _rope_sections(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rope parameters of uncompressed and of compressed layers.
+    """Return the rope parameters of uncompressed and of compressed layers.
 
-    A flat section holds the YaRN numbers of the compressed layers; a base in it is nobody's.
+    A flat section holds the YaRN numbers of the compressed layers; a base in it is ignored.
     """
     section = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if "main" in section:

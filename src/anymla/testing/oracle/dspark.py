@@ -29,13 +29,13 @@ from anymla.testing.oracle.weights import Weights
 
 @dataclasses.dataclass(frozen=True)
 class OracleBlock:
-    """What a block says of the tokens behind its anchor.
+    """Prediction of a block for the tokens after its anchor.
 
     Attributes:
-        tokens: k of them.
+        tokens: k predicted token ids.
         logits: float64 [k, vocab], the Markov bias included.
-        confidence: float64 [k], logits of the chance that each is right if those before it are;
-            None without a confidence head.
+        confidence: float64 [k], logits of the probability that each token is right if those before
+            it are; None without a confidence head.
     """
 
     tokens: tuple[int, ...]
@@ -44,12 +44,12 @@ class OracleBlock:
 
 
 class DSparkOracle:
-    """The drafter of a checkpoint directory.
+    """The DSpark drafter of a checkpoint directory.
 
     Attributes:
-        config: the numbers of its config.json.
-        weights: its tensors.
-        stages: how many ``mtp.N`` there are.
+        config: numbers of its config.json.
+        weights: tensors of the checkpoint.
+        stages: number of ``mtp.N`` prefixes.
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
@@ -61,25 +61,25 @@ class DSparkOracle:
 
     @property
     def dspark(self) -> DSpark:
-        """The drafter's numbers."""
+        """Numbers of the drafter's configuration."""
         assert self.config.dspark is not None, "the checkpoint has no DSpark drafter"
         return self.config.dspark
 
     def taps(self, backbone: OracleResult) -> Tensor:
-        """Means [T, taps, D] of the streams at the target layers.
+        """Return the means [T, taps, D] of the streams at the target layers.
 
         Args:
-            backbone: a run that kept the streams of its layers.
+            backbone: result of a run that kept the streams of its layers.
         """
         layers = backbone.layers if self.config.sharing is None else backbone.entered
         return torch.stack([layers[n].mean(1) for n in self.dspark.target_layers], 1)
 
     def context(self, taps: Tensor, *, kv: str = "exact") -> list[Tensor]:
-        """Rows [T, 512] of each stage, of positions 0 .. T-1, as they read back from a cache.
+        """Return each stage's rows [T, 512] of positions 0 .. T-1, as read back from a cache.
 
         Args:
-            taps: [T, taps, D].
-            kv: as in ``OracleModel.run``.
+            taps: backbone taps [T, taps, D].
+            kv: rounding of cache rows, as in ``OracleModel.run``.
         """
         x = self.weights.apply(taps.flatten(1), "mtp.0.main_proj")
         x = rms_norm(x, self.weights["mtp.0.main_norm.weight"], self.config.norm_eps)
@@ -97,15 +97,15 @@ class DSparkOracle:
         kv: str = "exact",
         tokens: Sequence[int] | None = None,
     ) -> OracleBlock:
-        """Guess the tokens behind an anchor.
+        """Guess the tokens after an anchor.
 
         Args:
-            context: rows [T, 512] of each stage; the anchor stands at position T, and the window
-                counts from there.
-            anchor: a token.
-            size: rows of the block; None: as the drafter was trained.
-            kv: as in ``OracleModel.run``.
-            tokens: what is chosen, left to right; None: the best of each row.
+            context: rows [T, 512] of each stage; the anchor is at position T, and the window counts
+                from there.
+            anchor: token id of the anchor.
+            size: number of rows of the block; None for the trained number.
+            kv: rounding of cache rows, as in ``OracleModel.run``.
+            tokens: given choices, left to right; None for the best of each row.
         """
         size = self.dspark.block_size if size is None else size
         ids = torch.tensor([anchor] + [self.dspark.noise_token] * (size - 1))
@@ -166,7 +166,7 @@ class DSparkOracle:
         return hyper_post(u, h, post, comb)
 
     def _attend(self, stage: int, x: Tensor, positions: Tensor, context: Tensor, kv: str) -> Tensor:
-        """Every row sees the same keys: the context, and the whole block."""
+        """Attend with every row to the same keys: the context, and the whole block."""
         layer = self._attention(stage)
         q, _ = layer.queries(x, positions)
         keys = torch.cat((context, self._rows(layer, x, positions, kv)))

@@ -1,4 +1,4 @@
-"""Engram in float64: which rows n-grams are hashed to, and what they add to the streams."""
+"""Engram in float64: the hash of n-grams to rows, and the rows' contribution to the streams."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from anymla.testing.oracle.weights import Weights
 
 
 def moduli(numbers: EngramNumbers, layer: int) -> list[int]:
-    """The primes of a layer's columns."""
+    """Return the primes of a layer's columns."""
     count = (numbers.max_ngram - 1) * numbers.heads
     before = numbers.layers.index(layer) * count
-    # A search restarts for every length of n-gram, but no prime is taken twice.
+    # A search restarts for every length of n-gram, but uses no prime twice.
     return _primes_from(numbers.buckets, before + count)[before:]
 
 
 def rows_of(numbers: EngramNumbers, layer: int, tokens: Sequence[int], pad: int) -> Tensor:
-    """Row numbers [T, columns] of a sequence of normalised tokens.
+    """Return row numbers [T, columns] of a sequence of normalised tokens.
 
     Args:
-        numbers: of the model.
-        layer: which table.
-        tokens: normalised.
-        pad: the normalised padding token, which stands before the first.
+        numbers: Engram numbers of the model.
+        layer: index of the layer, which selects the table.
+        tokens: normalised token ids.
+        pad: normalised padding token, which precedes the first token.
     """
     bound = max(1, (2**63 - 1) // numbers.tokens // 2)
     generator = np.random.default_rng(10007 * layer)
@@ -53,7 +53,7 @@ def rows_of(numbers: EngramNumbers, layer: int, tokens: Sequence[int], pad: int)
 
 
 def normalised_ids(directory: str | pathlib.Path, ids: Sequence[int]) -> list[int]:
-    """Numbers of tokens after normalisation, counted as they first occur in the vocabulary."""
+    """Return numbers of tokens after normalisation, by first occurrence in the vocabulary."""
     inner = tokenizers.Tokenizer.from_file(str(pathlib.Path(directory) / "tokenizer.json"))
     numbers: dict[str, int] = {}
     table = []
@@ -73,22 +73,22 @@ def normalised_ids(directory: str | pathlib.Path, ids: Sequence[int]) -> list[in
 def add_engram(
     h: Tensor, rows: Tensor, weights: Weights, prefix: str, eps: float, error: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Streams [T, N, D] with as much of the rows' value added to each as it agrees with its key.
+    """Add to each of the streams [T, N, D] the rows' value, gated by its agreement with the key.
 
-    A gate is a root of its dot before it is a sigmoid, and jumps where the dot changes sign: of a
-    small one it is less exact than what it is computed from. How much less is the second result.
+    A gate takes a root of its dot before the sigmoid, and jumps where the dot changes sign. For a
+    small dot it is less accurate than its inputs; the second result says by how much.
 
     Args:
-        h: [T, N, D].
-        rows: int64 [T, columns].
-        weights: of the checkpoint.
-        prefix: of the layer's memory.
-        eps: of the norms.
-        error: bound on the relative error of a run's streams, and of its keys. Those of channels
-            are independent and add up as squares.
+        h: streams [T, N, D].
+        rows: int64 row numbers [T, columns].
+        weights: weights of the checkpoint.
+        prefix: name prefix of the layer's memory.
+        eps: epsilon of the norms.
+        error: bound on the relative error of a run's streams, and of its keys. Errors of channels
+            are independent and add as squares.
 
     Returns:
-        The streams, and [T] what the gates add to the relative error of a run's streams.
+        The streams, and [T], the relative error that the gates add to a run's streams.
     """
     values = weights.table(f"{prefix}.embed", rows).flatten(1)
     projected = weights.apply(values, f"{prefix}.wkv").unflatten(1, (h.shape[1] + 1, h.shape[2]))
@@ -110,7 +110,7 @@ def _gate(dot: Tensor) -> Tensor:
 
 
 def _primes_from(start: int, count: int) -> list[int]:
-    """The first primes from ``start`` on."""
+    """Return the first primes from ``start`` on."""
     found: list[int] = []
     number = start
     while len(found) < count:

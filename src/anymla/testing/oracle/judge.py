@@ -1,4 +1,4 @@
-"""Compares what a run stored and decided, layer by layer, with the oracle that follows it."""
+"""Comparison of a run's cache rows and decisions with the oracle that follows the run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from anymla.testing.oracle.selection import Selections
 
 @dataclasses.dataclass
 class RowFindings:
-    """How the stored rows of one kind compare with the oracle's.
+    """Comparison of stored rows of one kind with the oracle's.
 
     Attributes:
-        layout_id: their layout.
-        rows: rows compared.
-        channels: channels compared.
-        identical: channels whose stored value is the rounding of the oracle's.
-        unexplained: channels that no value within the error bound rounds to.
-        first: names the first unexplained channel.
+        layout_id: layout id of the rows.
+        rows: number of rows compared.
+        channels: number of channels compared.
+        identical: number of channels whose stored value is the rounding of the oracle's.
+        unexplained: number of channels that no value within the error bound rounds to.
+        first: description of the first unexplained channel.
     """
 
     layout_id: str
@@ -37,17 +37,17 @@ class RowFindings:
 
 
 class Judge:
-    """Follows a recording of one request.
+    """Follows and judges a recording of one request.
 
     Attributes:
-        recording: what the run stored and decided.
-        error: bound on the relative error of what each layer computes. A channel of a cache row
-            may be off by so much of its value and of the row's root mean square, and where rows
-            were pooled of ``pooled_error``, which adds as squares; an index score by
-            so much of ``IndexQueries.magnitudes``; an expert's score by so much of the largest.
-        more: what is added to it for single tokens: a number, or [T] of the layers so far.
+        recording: cache rows and decisions of the run.
+        error: bound on the relative error of each layer's results. A channel of a cache row may
+            deviate by this fraction of its value and of the row's root mean square, and for pooled
+            rows of ``pooled_error``, which adds as squares; an index score by this fraction of
+            ``IndexQueries.magnitudes``; an expert's score by this fraction of the largest.
+        more: further error of single tokens: a number, or [T] for the layers so far.
         found: findings by kind of row.
-        selections: findings about selections, by "topk" and "experts", and "candidates" of models
+        selections: findings about selections, by "topk" and "experts", and "candidates" in models
             that select in two levels.
     """
 
@@ -59,24 +59,25 @@ class Judge:
         self.selections = {"topk": Selections(), "experts": Selections()}
 
     def add_error(self, more: Tensor) -> None:
-        """Tokens [T] are less exact from here on; their streams keep such errors."""
+        """Add an error [T] of tokens from here on; their streams keep such errors."""
         self.more = self.more + more
 
     def _error(self, layer: int, tokens: slice = slice(None)) -> Tensor:
-        """Of tokens [T], or one for all."""
+        """Return the error bound of tokens [T], or one for all."""
         return (self.more[tokens] if self.more.ndim else self.more) + float(self.error[layer])
 
     def _pooled(self, layer: int, ratio: int, count: int) -> Tensor:
-        """Of entries [count], the largest of the tokens that each stands for; or one for all."""
+        """Return the error bound of entries [count], the largest of their tokens', or of all."""
         found = self._error(layer)
         return found[: count * ratio].unflatten(0, (count, ratio)).amax(1) if found.ndim else found
 
     def rows(
         self, layer: int, exact: LayerRows, ratio: int = 0, *, rotates: bool = True
     ) -> tuple[LayerRows, bool]:
-        """The recorded rows, judged; and whether the index keys are Hadamard-transformed.
+        """Judge and return the recorded rows, and tell if the index keys are Hadamard-transformed.
 
-        MXFP4 keys are, unless the model never does (``rotates``). An entry has ``ratio`` tokens.
+        MXFP4 keys are, unless the model has no transform (``rotates``). An entry has ``ratio``
+        tokens.
         """
         window = self._stored(layer, WINDOW, exact.window, None)
         compressed = index = None
@@ -89,7 +90,7 @@ class Judge:
             rotated = rotates and layout == "v4_index_mxfp4"
             keys, error = exact.index, exact.pooled_error.get(INDEX)
             if rotated:
-                # Independent errors of all channels in each.
+                # Each transformed channel has the independent errors of all channels.
                 keys = hadamard(keys)
                 if error is not None:
                     error = error.square().mean(1, keepdim=True).sqrt()
@@ -118,13 +119,13 @@ class Judge:
         )
 
     def candidates(self, layer: int, scores: Tensor, blocks: int, magnitudes: Tensor) -> Tensor:
-        """The recorded blocks of entries [T, n], judged by their best scores.
+        """Judge the recorded blocks of entries [T, n] by their best scores, and return them.
 
         Args:
-            layer: that keeps them.
-            scores: [T, blocks], of ``AttentionOracle.block_scores``.
-            blocks: how many are kept.
-            magnitudes: [T], of ``IndexQueries.magnitudes``.
+            layer: index of the layer that keeps them.
+            scores: block scores [T, blocks] of ``AttentionOracle.block_scores``.
+            blocks: number of blocks that are kept.
+            magnitudes: [T], result of ``IndexQueries.magnitudes``.
         """
         chosen = self.recording.decisions(layer, "candidates", len(scores))
         self.selections.setdefault("candidates", Selections()).judge(
@@ -138,7 +139,7 @@ class Judge:
         return chosen
 
     def experts(self, layer: int, biased: Tensor, k: int) -> Tensor:
-        """The recorded experts [T, k], judged by their biased scores."""
+        """Judge the recorded experts [T, k] by their biased scores, and return them."""
         chosen = self.recording.decisions(layer, "experts", len(biased))
         self.selections["experts"].judge(
             biased,
@@ -151,7 +152,7 @@ class Judge:
         return chosen
 
     def hashed_experts(self, layer: int, table: Tensor) -> Tensor:
-        """The recorded experts [T, k] of a layer that routes by token id: exactly the table's."""
+        """Return a hash layer's recorded experts [T, k], which must equal the table's."""
         chosen = self.recording.decisions(layer, "experts", len(table))
         wrong = (chosen.sort(1).values != table.sort(1).values).any(1)
         findings = self.selections["experts"]

@@ -47,13 +47,13 @@ KV_ROUNDING = {
 
 @dataclasses.dataclass(frozen=True)
 class OracleResult:
-    """What a sequence gives.
+    """Result of a sequence.
 
     Attributes:
-        logits: float64 [T, vocab], of the token after each position.
-        streams: float64 [T, N, D], after the last layer.
-        layers: the streams after each layer, if they were asked for.
-        entered: the streams that each layer's first site reads, likewise.
+        logits: float64 [T, vocab], logits of the token after each position.
+        streams: float64 [T, N, D], streams after the last layer.
+        layers: streams after each layer, if requested.
+        entered: streams that each layer's first site reads, if requested.
     """
 
     logits: Tensor
@@ -62,7 +62,7 @@ class OracleResult:
     entered: tuple[Tensor, ...]
 
     def logprobs(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probability of tokens 1 .. n-1 given those before each: float64 [n - 1].
+        """Return log-probabilities of tokens 1 .. n-1 given those before each: float64 [n - 1].
 
         ``token_ids`` may have one token more than were run.
         """
@@ -73,14 +73,14 @@ class OracleResult:
 
 @dataclasses.dataclass
 class _Given(Gates):
-    """What a run's layers are told, and what they hand on.
+    """Inputs of a run's layers, and values that they pass on.
 
     Attributes:
-        rounding: of cache rows.
-        judge: of a recorded run, or None.
-        rows: by layer, rows that later layers read as well.
-        chosen: by layer, selected entries.
-        kept: bool [T, E], entries that later layers select within.
+        rounding: layouts that round cache rows.
+        judge: judge of a recorded run, or None.
+        rows: rows that later layers read as well, by layer.
+        chosen: selected entries by layer.
+        kept: bool [T, E], mask of entries that later layers select within.
     """
 
     rounding: RowRounding = KV_ROUNDING["exact"]
@@ -94,9 +94,9 @@ class OracleModel:
     """DeepSeek-V4 or V4.1 from a checkpoint directory.
 
     Attributes:
-        directory: of its tokenizer.
-        config: the numbers of its config.json.
-        weights: its tensors.
+        directory: directory of the checkpoint and its tokenizer.
+        config: numbers of its config.json.
+        weights: tensors of the checkpoint.
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
@@ -112,15 +112,15 @@ class OracleModel:
         judge: Judge | None = None,
         keep_layers: bool = False,
     ) -> OracleResult:
-        """Run a sequence.
+        """Run the network over a sequence.
 
         Args:
-            token_ids: T tokens.
-            kv: how cache rows are rounded before they are read: "exact", "fp32", "bf16", "fp8"
+            token_ids: T token ids.
+            kv: rounding of cache rows before they are read: "exact", "fp32", "bf16", "fp8"
                 "fp8-mxfp4-index" or "nvfp4".
-            judge: a recorded run to follow instead: its cache rows are read and its selections
-                taken, after both have been judged.
-            keep_layers: keep the streams before and after each layer.
+            judge: judge of a recorded run, whose cache rows and selections are used after they have
+                been judged; None for the oracle's own.
+            keep_layers: True to keep the streams before and after each layer.
         """
         ids = torch.as_tensor(token_ids)
         h = self._embed(ids).unsqueeze(1).repeat(1, stream_count(self.weights), 1)
@@ -141,12 +141,12 @@ class OracleModel:
         return OracleResult(logits, h, tuple(kept), tuple(entered))
 
     def run_draft(self, streams: Tensor, next_ids: Sequence[int], *, kv: str = "exact") -> Tensor:
-        """Logits [T, vocab] of the first draft layer at positions 0 .. T-1.
+        """Compute logits [T, vocab] of the first draft layer at positions 0 .. T-1.
 
         Args:
-            streams: [T, N, D], of the backbone.
-            next_ids: the token that follows each position.
-            kv: as in ``run``.
+            streams: streams [T, N, D] of the backbone.
+            next_ids: token that follows each position.
+            kv: rounding of cache rows, as in ``run``.
         """
         prefix, eps = "mtp.0", self.config.norm_eps
         embedded = rms_norm(
@@ -164,7 +164,7 @@ class OracleModel:
     def _remember(
         self, h: Tensor, token_ids: Sequence[int], index: int, judge: Judge | None
     ) -> Tensor:
-        """The streams [T, N, D] with what the layer's n-grams add."""
+        """Return the streams [T, N, D] with the contribution of the layer's n-grams."""
         engram = self.config.engram
         if engram is None or index not in engram.layers:
             return h
@@ -250,7 +250,7 @@ class OracleModel:
         rows: LayerRows,
         judge: Judge | None,
     ) -> Tensor | None:
-        """Selected entries [T, K]; None where there is no indexer."""
+        """Return selected entries [T, K]; None without an indexer."""
         if queries is None:
             return None
         assert rows.index is not None

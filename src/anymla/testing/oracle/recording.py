@@ -1,4 +1,4 @@
-"""What a run stored and decided, copied while it runs, for the oracle to follow and to judge."""
+"""Recordings of a run's cache rows and decisions, for the oracle to follow and to judge."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StoredRows:
     """Bytes of cache entries 0 .. n-1 of one layer.
 
     Attributes:
-        layout_id: how to read them.
-        data: uint8 [n, data_bytes].
-        scales: uint8 [n, scale_bytes].
+        layout_id: layout id of the entries.
+        data: uint8 [n, data_bytes], bytes of the values.
+        scales: uint8 [n, scale_bytes], bytes of the scales.
     """
 
     layout_id: str
@@ -34,14 +34,14 @@ class StoredRows:
     scales: Tensor
 
     def decode(self) -> Tensor:
-        """Float64 [n, channels]."""
+        """Decode to float64 [n, channels]."""
         return ROW_FORMATS[self.layout_id].decode(self.data, self.scales)
 
 
 class Recording:
-    """One request: its tokens, cache entries at the moment they were written, and selections.
+    """One request: its tokens, cache entries as they were written, and selections.
 
-    What is written twice (a rejected draft's place) counts as it was written last.
+    If a slot is written twice (after a rejected draft), the last write counts.
     """
 
     def __init__(self) -> None:
@@ -52,27 +52,27 @@ class Recording:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens run, by position."""
+        """Return the tokens that were run, by position."""
         return [self._tokens[position] for position in range(len(self._tokens))]
 
     def add_tokens(self, positions: Tensor, token_ids: Tensor) -> None:
-        """Note the tokens at these positions."""
+        """Record the tokens at these positions."""
         self._tokens.update(zip(positions.tolist(), token_ids.tolist(), strict=True))
 
     def add_entries(self, layer: int, kind: str, numbers: Tensor, rows: StoredRows) -> None:
-        """Note entries (positions for "window", compressed entry numbers otherwise)."""
+        """Record entries (positions for "window", compressed entry numbers otherwise)."""
         self._entries.setdefault((layer, kind), []).append((numbers, rows))
 
     def add_decision(self, layer: int, kind: str, positions: Tensor, chosen: Tensor) -> None:
-        """Note "topk" or "experts" [n, k] at these positions."""
+        """Record "topk" or "experts" [n, k] at these positions."""
         self._decisions.setdefault((layer, kind), []).append((positions, chosen))
 
     def add_streams(self, positions: Tensor, streams: Tensor) -> None:
-        """Note the backbone's streams [n, N, D] at these positions."""
+        """Record the backbone's streams [n, N, D] at these positions."""
         self._streams.append((positions, streams))
 
     def streams(self, n: int) -> Tensor:
-        """Backbone streams [n, N, D] at positions 0 .. n-1, in the run's dtype.
+        """Return the backbone's streams [n, N, D] at positions 0 .. n-1, in the run's dtype.
 
         Raises:
             LookupError: one of them was never computed.
@@ -81,7 +81,7 @@ class Recording:
         return torch.cat([streams for _, streams in self._streams])[last]
 
     def rows(self, layer: int, kind: str, n: int) -> StoredRows:
-        """Entries 0 .. n-1.
+        """Return entries 0 .. n-1 as stored.
 
         Raises:
             LookupError: one of them was never written.
@@ -97,7 +97,7 @@ class Recording:
         )
 
     def decisions(self, layer: int, kind: str, n: int) -> Tensor:
-        """Decisions [n, k] at positions 0 .. n-1 (int64).
+        """Return decisions [n, k] at positions 0 .. n-1 (int64).
 
         Raises:
             LookupError: one of them was never made.
@@ -112,11 +112,11 @@ class Recording:
 class Recorder:
     """Collects the recordings of all requests of an engine.
 
-    It needs no help from the engine: a request's later steps are recognised by the slot of the
-    token before, which belongs to whoever wrote it last.
+    The engine takes no part: a request's later steps are recognised by the slot of the preceding
+    token, which belongs to the request that wrote it last.
 
     Attributes:
-        recordings: one a request, in the order in which they started.
+        recordings: one for each request, in the order of their start.
     """
 
     def __init__(self) -> None:
@@ -125,19 +125,19 @@ class Recorder:
         self._pending: list[tuple[str, int, Tensor]] = []
 
     def __call__(self, kind: str, layer: int, tensor: Tensor) -> None:
-        """Hook for ``Step.recorder``."""
+        """Record a decision; the hook ``Step.recorder``."""
         self._pending.append((kind, layer, tensor.detach().cpu().clone()))
 
     def after_step(
         self, step: Step, caches: Sequence[LayerCache], specs: Sequence[Any], streams: Tensor
     ) -> None:
-        """Copy what the step wrote; call it before anything else runs on the caches.
+        """Copy the rows that the step wrote; call it before anything else runs on the caches.
 
         Args:
-            step: the step just run.
-            caches: of the backbone's layers.
-            specs: of the same layers.
-            streams: [T, N, D], what the backbone returned.
+            step: step that has just run.
+            caches: caches of the backbone's layers.
+            specs: specs of the same layers.
+            streams: streams [T, N, D] that the backbone returned.
         """
         pending, self._pending = self._pending, []
         positions, owners = step.positions.cpu(), step.token_to_req.cpu()
@@ -165,10 +165,10 @@ class Recorder:
 
 
 class RecordedModel:
-    """A model whose backbone runs are recorded; everything else is the model's own.
+    """A model whose backbone runs are recorded; all else is the model's own.
 
-    Give it to an engine in the model's place. Draft layers are not recorded: what they guess
-    changes how fast a run is, not what it computes.
+    Pass it to an engine instead of the model. Draft layers are not recorded: their guesses change
+    the speed of a run, but not its results.
     """
 
     def __init__(self, model: Any, recorder: Recorder) -> None:
@@ -181,7 +181,7 @@ class RecordedModel:
     def forward(
         self, step: Step, caches: Sequence[LayerCache], *, taps: Taps | None = None
     ) -> Tensor:
-        """Run the backbone, then copy what it wrote."""
+        """Run the backbone, then copy the rows that it wrote."""
         step = dataclasses.replace(step, recorder=self._recorder)
         hidden: Tensor = self._model.forward(step, caches, taps=taps)
         self._recorder.after_step(step, caches, self._model.layer_specs, hidden)
@@ -190,14 +190,14 @@ class RecordedModel:
     __call__ = forward
 
     def logprobs(self, recording: Recording, token_ids: Sequence[int]) -> list[float | None]:
-        """The run's log-probability of every token given those before it.
+        """Return the run's log-probability of every token given those before it.
 
         Args:
-            recording: of one request.
-            token_ids: the request's tokens; the last may be one that was never run.
+            recording: recording of one request.
+            token_ids: token ids of the request; the last may be one that was never run.
 
         Returns:
-            One for each token; None for the first.
+            One value for each token; None for the first.
         """
         n = len(token_ids) - 1
         result: list[float | None] = [None]
@@ -212,7 +212,7 @@ class RecordedModel:
 def _copy_entries(
     recording: Recording, spec: Any, step: Step, cache: LayerCache, tokens: Tensor
 ) -> None:
-    """Copy what a layer writes; what it reads of another layer is copied with that one."""
+    """Copy the rows that a layer writes; shared rows are copied with their writer's."""
     layer, ratio, formats = spec.index, spec.ratio, cache.format
     sources = [(WINDOW, WINDOW, 1, cache.window, formats.main)]
     if spec.compresses and cache.compressed is not None:
@@ -231,7 +231,7 @@ def _copy_entries(
 
 
 def _last_written(numbers: list[Tensor], n: int, what: str) -> Tensor:
-    """For each of 0 .. n-1, the last place in the concatenated ``numbers`` where it stands."""
+    """Return, for each of 0 .. n-1, its last position in the concatenated ``numbers``."""
     every = torch.cat(numbers).tolist()
     place = {number: at for at, number in enumerate(every)}
     missing = [number for number in range(n) if number not in place]

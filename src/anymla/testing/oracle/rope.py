@@ -11,11 +11,11 @@ from anymla.testing.oracle.config import OracleConfig
 
 
 def frequencies(config: OracleConfig, *, compressed: bool) -> Tensor:
-    """Float32 radians per position of each pair, as DeepSeek's inference/model.py computes them.
+    """Return float32 radians per position of each pair, as in DeepSeek's inference/model.py.
 
     The frequencies and the angle position * frequency are float32 numbers by definition: at
-    position 6000 their rounding is an angle of 2e-4, which the trained model has seen. Everything
-    after the angle is float64.
+    position 6000 their rounding is an angle of 2e-4, which the model was trained with. All later
+    steps are float64.
     """
     dim = config.rope_dim
     theta = config.compress_rope_theta if compressed else config.rope_theta

@@ -17,7 +17,7 @@ E2M1_MAX = 6.0
 
 @functools.cache
 def e4m3_values() -> Tensor:
-    """The 127 finite non-negative values of OCP e4m3fn; the index is the code."""
+    """Return the 127 finite non-negative values of OCP e4m3fn; the index is the code."""
     values = []
     for code in range(127):
         exponent, mantissa = divmod(code, 8)
@@ -30,12 +30,12 @@ def e4m3_values() -> Tensor:
 
 @functools.cache
 def e2m1_values() -> Tensor:
-    """The 8 non-negative values of OCP e2m1; the index is the code."""
+    """Return the 8 non-negative values of OCP e2m1; the index is the code."""
     return torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
 def nearest_code(magnitude: Tensor, values: Tensor) -> Tensor:
-    """Codes (indices into ``values``) of the nearest values; ties to even, saturating."""
+    """Return codes (indices into ``values``) of the nearest values; ties to even, saturating."""
     midpoints = (values[1:] + values[:-1]) / 2
     code = torch.searchsorted(midpoints, magnitude.contiguous())
     on_tie = magnitude == midpoints[code.clamp(max=len(midpoints) - 1)]
@@ -43,7 +43,7 @@ def nearest_code(magnitude: Tensor, values: Tensor) -> Tensor:
 
 
 def round_to(x: Tensor, values: Tensor) -> Tensor:
-    """Nearest value of a signed format, NaN for NaN."""
+    """Return the nearest value of a signed format, NaN for NaN."""
     rounded = torch.copysign(values[nearest_code(x.abs().nan_to_num(), values)], x)
     return torch.where(x.isnan(), x, rounded)
 
@@ -61,32 +61,32 @@ def to_float32(x: Tensor) -> Tensor:
 
 
 def scale_exponent(amax: Tensor, largest: float) -> Tensor:
-    """ceil(log2(amax / largest)) of positive float64, exact at powers of two."""
+    """Compute ceil(log2(amax / largest)) of positive float64, exact at powers of two."""
     mantissa, exponent = torch.frexp(amax / largest)
     return (exponent - (mantissa == 0.5).to(exponent.dtype)).long()
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
-    """Values of uint8 OCP e4m3fn codes in float64."""
+    """Decode uint8 OCP e4m3fn codes to float64."""
     table = torch.cat((e4m3_values(), torch.tensor([torch.nan], dtype=torch.float64)))
     return torch.cat((table, -table))[codes.long()]
 
 
 def decode_e2m1_pairs(packed: Tensor) -> Tensor:
-    """Values of packed e2m1 [..., n] -> [..., 2n] in float64; the low nibble comes first."""
+    """Decode packed e2m1 [..., n] -> [..., 2n] to float64; the low nibble comes first."""
     table = torch.cat((e2m1_values(), -e2m1_values()))
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return table[codes.long()]
 
 
 def decode_ue8m0(codes: Tensor) -> Tensor:
-    """2^(code - 127) in float64; code 255 is NaN."""
+    """Compute 2^(code - 127) in float64; code 255 is NaN."""
     powers = torch.exp2(codes.double() - 127)
     return torch.where(codes == 255, torch.nan, powers)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Normalised Walsh-Hadamard transform of the last dim, in Sylvester's order."""
+    """Apply the normalised Walsh-Hadamard transform to the last dim, in Sylvester's order."""
     n = x.shape[-1]
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < n:

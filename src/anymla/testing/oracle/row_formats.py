@@ -1,9 +1,9 @@
-"""What a cache entry's bytes mean, and whether bytes could have come from a given value.
+"""Formats of cache entries, and the test if bytes can be the rounding of a value.
 
 A stored row was computed with some error, so it cannot be compared with the oracle's row bit for
-bit: a value near a rounding boundary may fall on either side. But rounding is monotone. If the
-true value lies in [low, high], what is stored lies between the roundings of low and of high, and
-that is checked exactly (``explains``).
+bit: a value near a rounding boundary may fall on either side. But rounding is monotone. If the true
+value is in [low, high], the stored value is between the roundings of low and of high, and that is
+checked exactly (``explains``).
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from anymla.testing.oracle.rounding import E2M1_MAX, E4M3_MAX
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """A cache entry: blocks of scaled codes, or plain values, or one then the other.
+    """A cache entry: blocks of scaled codes, or plain values, or codes followed by plain values.
 
     Attributes:
         channels: width of a decoded row.
         data_bytes: bytes of an entry's values.
-        scale_bytes: bytes of an entry's scales, 0 if they lie among the values.
-        coded: leading channels stored as scaled codes; the others are plain.
-        block: coded channels that share a scale.
-        codes: "e4m3" or "e2m1".
-        scale: "ue8m0" or "fp32", powers of two rounded up; or "e4m3", the nearest.
-        plain: "bf16" or "fp32".
-        inline: scales lie between codes and plain channels, not in a plane of their own.
-        interleaved: an entry's scales lie behind its values; otherwise a page has all values first.
+        scale_bytes: bytes of an entry's scales, 0 if they are among the values.
+        coded: number of leading channels stored as scaled codes; the others are plain.
+        block: number of coded channels that share a scale.
+        codes: format of the codes, "e4m3" or "e2m1".
+        scale: format of the scales: "ue8m0" or "fp32", powers of two rounded up; or "e4m3", the
+            nearest.
+        plain: format of the plain channels, "bf16" or "fp32".
+        inline: True if scales are between codes and plain channels, not in a plane of their own.
+        interleaved: True if an entry's scales follow its values; False if a page has all values
+            first.
     """
 
     channels: int
@@ -57,7 +59,7 @@ class RowFormat:
         return torch.cat(parts, 1)
 
     def round(self, rows: Tensor) -> Tensor:
-        """What float64 rows [n, channels] read back as after being stored."""
+        """Return float64 rows [n, channels] as read back after being stored."""
         parts = []
         if self.coded:
             blocks = self._blocks(rounding.to_bfloat16(rows))
@@ -68,18 +70,18 @@ class RowFormat:
         return torch.cat(parts, 1)
 
     def explains(self, data: Tensor, scales: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Whether each channel's bytes are the rounding of some row between low and high.
+        """Test if each channel's bytes are the rounding of some row between low and high.
 
-        A block whose scale no row in between has is wrong in all its channels.
+        A block whose scale belongs to no row in between is wrong in all its channels.
 
         Args:
-            data: uint8 [n, data_bytes].
-            scales: uint8 [n, scale_bytes].
-            low: float64 [n, channels].
-            high: float64 [n, channels].
+            data: uint8 [n, data_bytes], bytes of the values.
+            scales: uint8 [n, scale_bytes], bytes of the scales.
+            low: float64 [n, channels], lower bounds.
+            high: float64 [n, channels], upper bounds.
 
         Returns:
-            bool [n, channels].
+            bool [n, channels], True for possible roundings.
         """
         parts = []
         if self.coded:
@@ -142,7 +144,7 @@ class RowFormat:
 
     @property
     def _plain_start(self) -> int:
-        """Offset of the plain channels in an entry of the first plane."""
+        """Return the offset of the plain channels in an entry of the first plane."""
         start = self.coded if self.codes == "e4m3" else self.coded // 2
         return start + self.coded // self.block * 4 if self.inline else start
 
@@ -179,15 +181,15 @@ ROW_FORMATS = {
 
 
 def read_entries(cache: Tensor, slots: Tensor, layout_id: str) -> tuple[Tensor, Tensor]:
-    """Copy the bytes of cache entries.
+    """Copy the bytes of cache entries from a cache.
 
     Args:
-        cache: [P, B, row] or [P, B, 1, row]; pages lie ``cache.stride(0)`` elements apart.
-        slots: int [n], every one inside the cache.
-        layout_id: how a page is laid out.
+        cache: cache [P, B, row] or [P, B, 1, row], with pages ``cache.stride(0)`` elements apart.
+        slots: int [n] slots, every one inside the cache.
+        layout_id: layout id of the pages.
 
     Returns:
-        values uint8 [n, data_bytes] and scales uint8 [n, scale_bytes].
+        Values uint8 [n, data_bytes] and scales uint8 [n, scale_bytes].
     """
     row_format = ROW_FORMATS[layout_id]
     item, entries = cache.element_size(), int(cache.shape[1])
@@ -205,6 +207,6 @@ def read_entries(cache: Tensor, slots: Tensor, layout_id: str) -> tuple[Tensor, 
 
 
 def _entries(memory: Tensor, start: Tensor, offset: Tensor, size: int) -> Tensor:
-    """The ``size`` bytes from ``start + offset * size`` on: [n, size]."""
+    """Return the ``size`` bytes from ``start + offset * size`` on: [n, size]."""
     places = (start + offset * size).unsqueeze(1) + torch.arange(size, device=memory.device)
     return memory[places]

@@ -1,4 +1,4 @@
-"""Judging selections by score, so that near-ties are no errors and everything else is."""
+"""Judgement of selections by score, which tolerates near-ties and nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Selections:
     """Findings over all selections that were checked.
 
     Attributes:
-        checked: rows looked at.
-        swapped: rows whose set differs from the oracle's, within the bound.
+        checked: number of rows checked.
+        swapped: number of rows whose set differs from the oracle's, within the bound.
         worst: largest (best unchosen - worst chosen score) / bound over those rows.
         violations: one line each for rows that are wrong.
     """
@@ -30,13 +30,13 @@ class Selections:
         """Check that each row chose its top-k visible candidates, each once.
 
         Args:
-            scores: float64 [n, E].
-            visible: bool [n, E].
-            chosen: int64 [n, K]; valid choices first, then -1.
-            k: how many are to be chosen (fewer where fewer are visible).
-            bound: float64 [n], how far the run's scores may lie from the oracle's.
-            where: names the rows: "layer 2 topk, position 17" for ``where`` "layer 2 topk" and
-                row 17.
+            scores: float64 [n, E], scores of the candidates.
+            visible: bool [n, E], mask of visible candidates.
+            chosen: int64 [n, K] choices, valid ones first, then -1.
+            k: number of candidates to choose (fewer if fewer are visible).
+            bound: float64 [n], largest distance of the run's scores from the oracle's.
+            where: name of the rows in messages: "layer 2 topk, position 17" for ``where`` "layer 2
+                topk" and row 17.
         """
         n, candidates = scores.shape
         self.checked += n
@@ -44,13 +44,13 @@ class Selections:
         valid = (chosen >= 0) & (chosen < candidates)
         prefix = torch.arange(chosen.shape[1]) < count.unsqueeze(1)
         exact = ((chosen >= 0) == prefix).all(1) & (valid | (chosen == -1)).all(1)
-        # A spare last column takes the choices that are not valid.
+        # A spare last column receives the invalid choices.
         picked = torch.zeros(n, candidates + 1, dtype=torch.bool)
         picked.scatter_(1, torch.where(valid, chosen, candidates), True)
         picked = picked[:, :candidates]
         distinct = picked.sum(1) == valid.sum(1)
         seen = ~(picked & ~visible).any(1)
-        # The spare column again: where there are no candidates at all, nothing is compared.
+        # The spare column again: without any candidates, nothing is compared.
         spare = scores.new_full((n, 1), torch.inf)
         worst_chosen = torch.cat((torch.where(picked, scores, torch.inf), spare), 1).amin(1)
         left = torch.where(visible & ~picked, scores, -torch.inf)
@@ -72,13 +72,13 @@ class Selections:
 
 
 def best(scores: Tensor, visible: Tensor, k: int) -> Tensor:
-    """The top-k visible candidates [n, k], best first, -1 where there are fewer.
+    """Return the top-k visible candidates [n, k], best first, -1 where there are fewer.
 
     NaN comes before +inf, and among equal scores (0 and -0 are equal, as are NaNs) the lower
     candidate comes first; a visible -inf is a score like any other.
     """
     order = scores.sort(dim=1, descending=True, stable=True).indices
-    # A stable sort puts NaN first; what is visible keeps its order in front of the rest.
+    # A stable sort puts NaN first; visible candidates keep their order before the others.
     hidden = ~visible.gather(1, order)
     last = hidden.to(torch.uint8).sort(dim=1, stable=True).indices
     order, hidden = order.gather(1, last), hidden.gather(1, last)

@@ -14,9 +14,9 @@ from anymla.testing.oracle import rounding
 class Weights:
     """Tensors of a directory of safetensors files by name; quantised ones come dequantised.
 
-    A linear layer is asked for by the name of its module: ``weights.linear("layers.0.attn.wkv")``.
-    Its stored form (plain; e4m3 with a scale for each block; e2m1 with a scale for each 32 or 16
-    input channels) is recognised by dtype.
+    A linear layer is requested by its module's name: ``weights.linear("layers.0.attn.wkv")``. Its
+    stored form (plain; e4m3 with a scale for each block; e2m1 with a scale for each 32 or 16 input
+    channels) is recognised by dtype.
     """
 
     def __init__(self, directory: str | pathlib.Path, block: tuple[int, int] = (128, 128)) -> None:
@@ -30,12 +30,12 @@ class Weights:
         return name in self._files
 
     def __getitem__(self, name: str) -> Tensor:
-        """An unquantised tensor; floats as float64, integers as they are."""
+        """Return an unquantised tensor; floats as float64, integers unchanged."""
         tensor = self._raw(name)
         return tensor.double() if tensor.is_floating_point() else tensor
 
     def linear(self, module: str) -> Tensor:
-        """The weight [N, K] of a linear layer in float64."""
+        """Return the weight [N, K] of a linear layer in float64."""
         weight = self._raw(f"{module}.weight")
         if weight.dtype in (torch.int8, torch.uint8):
             return self._fp4(module, weight.view(torch.uint8))
@@ -52,7 +52,7 @@ class Weights:
         return x @ self.linear(module).T
 
     def table(self, module: str, rows: Tensor) -> Tensor:
-        """Rows [..., D] of a table, by numbers [...]; e4m3 has a power of two for 32 channels."""
+        """Return rows [..., D] of a table, by numbers [...]; e4m3 has a scale for 32 channels."""
         chosen = self._raw(f"{module}.weight")[rows]
         if chosen.dtype != torch.float8_e4m3fn:
             return chosen.double()

@@ -1,9 +1,9 @@
-"""Other libraries behind the contracts of this package's operations, for the cases to judge.
+"""Adapters that put other libraries behind the contracts of this package's operations.
 
-An adapter translates arguments and nothing else: what a library's documentation says (which index
-means "nothing", what the lse of an empty row is, how many heads a call takes) is translated, and
-listed in ``translates``; what it does not claim to do raises ``NotApplicable``. The rest is the
-library's own answer.
+An adapter translates arguments and nothing else. It translates conventions that a library's
+documentation states (the index that means "nothing", the lse of an empty row, the number of heads
+per call), and lists them in ``translates``. For features that the library does not claim it raises
+``NotApplicable``. All else is the library's own answer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Adapter:
     """A library as operations of this package.
 
     Attributes:
-        name: of the library.
-        version: as it says, "" if it does not.
-        functions: by operation, called with the operation's arguments; each may raise
+        name: name of the library.
+        version: version that the library reports, "" if none.
+        functions: functions by operation, called with the operation's arguments; each may raise
             ``NotApplicable``.
-        translates: what the adapter does for the library, a line each.
-        excused: by case, why it is not the library's to answer.
-        needs_gpu: it runs on CUDA tensors only.
+        translates: conventions that the adapter translates, one line each.
+        excused: reason, by case, why the case does not apply to the library.
+        needs_gpu: True if it runs on CUDA tensors only.
         dot_error: error of an index score relative to its terms, if its accumulator is narrower
             than float32.
     """
@@ -46,7 +46,7 @@ class Adapter:
     dot_error: Bound | None = None
 
     def why_not(self, case: Case) -> str:
-        """Why a case does not apply to the library; "" if it does."""
+        """Return the reason why a case does not apply to the library; "" if it does."""
         if case.case_id in self.excused:
             return self.excused[case.case_id]
         if not case.operations:
@@ -57,7 +57,7 @@ class Adapter:
 
 
 def load_adapter(against: str) -> Adapter:
-    """Find a library.
+    """Find a library's adapter by name.
 
     Args:
         against: "flash_mla", "deep_gemm", "vllm_xpu", "compat" (this package's own stand-ins for
@@ -68,7 +68,7 @@ def load_adapter(against: str) -> Adapter:
 
     Raises:
         BackendUnavailable: the library is not installed, or cannot be loaded here.
-        ValueError: the name means nothing.
+        ValueError: the name is unknown.
     """
     if against in _KNOWN:
         adapter: Adapter = importlib.import_module(f"{__name__}.{against}").adapter()
@@ -102,7 +102,7 @@ def require_module(name: str, library: str) -> Any:
     """Import a library's module.
 
     Raises:
-        BackendUnavailable: it is not there, or cannot be loaded.
+        BackendUnavailable: the module is not installed, or cannot be loaded.
     """
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""This package under the names of FlashMLA and DeepGEMM, judged as they are."""
+"""Adapter of ``anymla.compat``, which is judged like FlashMLA and DeepGEMM themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from anymla.testing.conformance.adapters import Adapter, deep_gemm, flash_mla
 
 
 def adapter() -> Adapter:
-    """Both at once, on any device."""
+    """Return the adapter of both interfaces, for any device."""
     attention = flash_mla.adapter_of(flash_mla_names, "anymla.compat", needs_gpu=False)
     scores = deep_gemm.adapter_of(deep_gemm_names, "anymla.compat", needs_gpu=False)
     return Adapter(
@@ -17,6 +17,6 @@ def adapter() -> Adapter:
         {**attention.functions, **scores.functions},
         translates=(*attention.translates, *scores.translates),
         excused={**scores.excused, **attention.excused},
-        # On a GPU they are taken from the same instructions as DeepGEMM's.
+        # On a GPU the operations use the same instructions as DeepGEMM.
         dot_error=None if default_device() == "cpu" else scores.dot_error,
     )

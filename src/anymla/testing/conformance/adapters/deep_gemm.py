@@ -26,12 +26,12 @@ _DOT_ERROR = Bound(2 * (128 / 32) ** 0.5 * 2.0**-13, "2 * sqrt(128 / 32) * 2^-13
 
 
 def adapter() -> Adapter:
-    """DeepGEMM of this installation."""
+    """Return the adapter of the installed DeepGEMM."""
     return adapter_of(require_module("deep_gemm", "deep_gemm"), "deep_gemm")
 
 
 def adapter_of(module: Any, name: str, *, needs_gpu: bool = True) -> Adapter:
-    """A module with ``fp8_mqa_logits`` and ``fp8_paged_mqa_logits``."""
+    """Return an adapter of a module with ``fp8_mqa_logits`` and ``fp8_paged_mqa_logits``."""
 
     def dense(
         q: Tensor,

@@ -1,4 +1,4 @@
-"""FlashMLA's sparse attention (deepseek-ai/FlashMLA), and whatever offers the same functions."""
+"""FlashMLA's sparse attention (deepseek-ai/FlashMLA), and libraries with the same functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EXCUSED = {
 
 
 def adapter() -> Adapter:
-    """FlashMLA of this installation, or the copy inside vLLM."""
+    """Return the adapter of the installed FlashMLA, or of the copy inside vLLM."""
     problems = []
     for name in _MODULES:
         try:
@@ -47,7 +47,7 @@ def adapter() -> Adapter:
 
 
 def adapter_of(module: ModuleType, name: str, *, needs_gpu: bool = True) -> Adapter:
-    """A module with ``flash_mla_with_kvcache``, ``get_mla_metadata``, ``flash_mla_sparse_fwd``."""
+    """Return an adapter of a module with FlashMLA's decode, metadata and prefill functions."""
     return Adapter(
         name,
         {
@@ -136,7 +136,7 @@ def _prefill(
 
 
 def _claims(q: Tensor, rest: dict[str, Any]) -> None:
-    """Raise unless the call is one that the library's documentation speaks of."""
+    """Raise unless the library's documentation covers the arguments."""
     if q.dtype != torch.bfloat16 or q.shape[2] != 512:
         raise NotApplicable(f"takes bfloat16 queries of 512 channels, not {q.dtype}")
     if not len(q):
@@ -154,7 +154,7 @@ def _padded_heads(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None
 
 
 def _listed(indices: Tensor, cache: Tensor, columns: int) -> Tensor:
-    """[T, 1, K] with -1 for what points nowhere, K a multiple of ``columns``."""
+    """Return indices [T, 1, K] with -1 for invalid ones, K a multiple of ``columns``."""
     flat = indices if indices.ndim == 2 else indices.squeeze(1)
     inside = (flat >= 0) & (flat < cache.shape[0] * cache.shape[1])
     flat = pad(torch.where(inside, flat, -1), (0, -flat.shape[1] % columns), value=-1)
@@ -162,7 +162,7 @@ def _listed(indices: Tensor, cache: Tensor, columns: int) -> Tensor:
 
 
 def _pages(cache: Tensor) -> Tensor:
-    """[P, B, 1, 584] with a page stride that is a multiple of 576."""
+    """Return pages [P, B, 1, 584] with a page stride that is a multiple of 576."""
     cache = cache if cache.ndim == 3 else cache.squeeze(2)
     if cache.stride(0) % _PAGE_ALIGNMENT or cache.data_ptr() % 16:
         layout = get_layout(MAIN_FP8)

@@ -20,7 +20,7 @@ _TRANSLATES = (
 
 
 def adapter() -> Adapter:
-    """The path of vLLM's own package, or its file on sys.path."""
+    """Return the adapter of vLLM's own package, or of its file on sys.path."""
     problems = []
     for name in _MODULES:
         try:
@@ -90,7 +90,7 @@ def _adapter_of(module: Any) -> Adapter:
 
 
 def _listed(indices: Tensor, lengths: Tensor | None, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, 1, K] with the valid rows first, and how many there are."""
+    """Return indices [T, 1, K] with the valid rows first, and the number of valid rows."""
     flat = indices if indices.ndim == 2 else indices.squeeze(1)
     inside = (flat >= 0) & (flat < cache.shape[0] * cache.shape[1])
     if lengths is not None:

@@ -1,4 +1,4 @@
-"""Deliberate faults in the operations, and around them: what the cases are there to notice."""
+"""Deliberate faults in the operations, and around them, which the cases must detect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULES = (
 
 
 def load_faults() -> list[Fault]:
-    """All faults, in the order of the modules."""
+    """Return all faults, in the order of the modules."""
     for module in _MODULES:
         importlib.import_module(f"{__name__}.{module}")
     return FAULTS

@@ -1,4 +1,4 @@
-"""Deliberate faults of attention over listed rows, each with the cases it is meant for."""
+"""Deliberate faults of attention over listed rows, each with its intended cases."""
 
 from __future__ import annotations
 

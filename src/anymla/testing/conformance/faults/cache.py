@@ -1,4 +1,4 @@
-"""Deliberate faults of writing and reading caches, each with the cases it is meant for."""
+"""Deliberate faults of writing and reading caches, each with its intended cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deliberate faults of entries, of their state, and of which rows are seen."""
+"""Deliberate faults of entries, of their states, and of visible rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of deliberate faults, and how one is written."""
+"""The list of deliberate faults, and their registration."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Fault:
     """One wrong version of one operation, or of another function.
 
     Attributes:
-        name: what is wrong, in words joined by underscores.
-        cases: ids of the cases it is meant for; others may notice it as well.
-        operation: that is wrong; or the function, behind its class if it is a method.
-        run: called instead. A function that is no operation is its first argument.
-        owners: modules, or the class, in which the function is replaced; none for an operation.
+        name: description of the fault, in words joined by underscores.
+        cases: ids of the cases that are meant to detect it; others may do so as well.
+        operation: name of the faulty operation; or of the function, after its class for a method.
+        run: replacement that is called. For a function that is no operation, the original is its
+            first argument.
+        owners: modules, or the class, in which the function is replaced; () for an operation.
     """
 
     name: str
@@ -33,12 +34,12 @@ class Fault:
 
     @property
     def words(self) -> str:
-        """What is wrong, in words."""
+        """Description of the fault, in words."""
         return self.name.replace("_", " ")
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the function for as long as this lasts; an operation stays as it is."""
+        """Replace the function inside the block; an operation is left alone."""
         attribute = self.operation.rpartition(".")[2]
         with contextlib.ExitStack() as replaced:
             for owner in self.owners:
@@ -72,9 +73,9 @@ def fault_in(function: str, *owners: object, cases: tuple[str, ...]) -> _Registe
     """Register the decorated function as a faulty version of one that is no operation.
 
     Args:
-        function: its name; behind that of its class if it is a method.
+        function: name of the function, after its class for a method.
         owners: the class, or the modules that call it by this name.
-        cases: that it is meant for; others are not run.
+        cases: ids of the cases that are meant to detect it; others are not run.
     """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Deliberate faults of index scores and selection, each with the cases it is meant for."""
+"""Deliberate faults of index scores and selection, each with its intended cases."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _selection_by_scores(
     nan_lost: bool = False,
     **rest: Any,
 ) -> Tensor:
-    """The selection of one request from all scores at once."""
+    """Select for one request from all scores at once."""
     entries = table.shape[1] * cache.shape[1]
     logits = GOOD.paged_mqa_logits(
         q.unsqueeze(0),

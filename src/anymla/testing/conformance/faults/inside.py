@@ -1,6 +1,6 @@
-"""Deliberate faults of what is no operation: formats, configurations, layers, steps and drafts.
+"""Deliberate faults outside operations: formats, configurations, layers, steps and drafts.
 
-What each replaces is its first argument.
+The first argument of each is the function that it replaces.
 """
 
 from __future__ import annotations

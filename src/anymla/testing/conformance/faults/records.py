@@ -1,4 +1,4 @@
-"""Deliberate faults of V4.1's cache records, each with the cases it is meant for."""
+"""Deliberate faults of V4.1's cache records, each with its intended cases."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def v41_scale_floored_instead_of_amax(
 
 @fault("sparse_attention", "Q9")
 def entries_are_read_in_the_windows_order(*args: Any, **rest: Any) -> Any:
-    """As if the compressed cache had the window's arrangement whatever its record says."""
+    """Read the compressed cache in the window's arrangement, ignoring its record."""
     extra = rest.get("extra_layout")
     if extra in _NVFP4 and rest["layout"] in (*_FP8, "v4_main_fp8"):
         rest["extra_layout"] = _OTHER[extra]

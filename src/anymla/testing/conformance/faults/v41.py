@@ -1,4 +1,4 @@
-"""Deliberate faults of what DeepSeek-V4.1 does differently, each with the cases it is meant for."""
+"""Deliberate faults of DeepSeek-V4.1's own parts, each with its intended cases."""
 
 from __future__ import annotations
 
