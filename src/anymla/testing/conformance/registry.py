@@ -20,6 +20,7 @@ _MODULES = (
     "attention",
     "streams",
     "network",
+    "projections",
     "shared",
     "drafter",
     "gpu",
@@ -38,6 +39,7 @@ class Case:
         run: raises AssertionError if it does not hold.
         gpu: it needs a GPU, and makes its tensors there.
         bulk: it is about size, which the reference backends, written as loops, are not made for.
+        quick: ``anymla doctor`` runs it; together they call every family of operations.
     """
 
     case_id: str
@@ -46,6 +48,7 @@ class Case:
     run: Callable[[Ops], None]
     gpu: bool = False
     bulk: bool = False
+    quick: bool = False
     also: tuple[str, ...] = ()
 
 
@@ -62,12 +65,13 @@ def case(
     *operations: str,
     bulk: bool = False,
     gpu: bool = False,
+    quick: bool = False,
     also: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Ops], None]], Callable[[Ops], None]]:
     """Register the decorated function as a case."""
 
     def register(run: Callable[[Ops], None]) -> Callable[[Ops], None]:
-        _add(Case(case_id, story, operations, run, bulk=bulk, gpu=gpu, also=also))
+        _add(Case(case_id, story, operations, run, bulk=bulk, gpu=gpu, quick=quick, also=also))
         return run
 
     return register

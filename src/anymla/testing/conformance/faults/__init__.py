@@ -14,6 +14,7 @@ _MODULES = (
     "compressor",
     "indexer",
     "streams",
+    "projections",
     "shared",
     "inside",
 )
