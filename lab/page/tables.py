@@ -97,9 +97,9 @@ def _doctor(rows: Sequence[Row]) -> list[Table]:
         body = []
         for each in row["findings"]:
             right = "right" if each["right"] else "!wrong" if each["right"] is False else "-"
-            us = "" if each["us"] is None else f"{each['us']:g}"
-            share = "" if each["share"] is None else f"{each['share']:.0%} of a {each['bound']}"
-            what = f"{each['family']}: {each['label']}"
+            us = f"{each['us']:g}" if each.get("us") is not None else ""
+            share = f"{each['share']:.0%} of a {each['bound']}" if each.get("share") else ""
+            what = f"{each['family']}: {each.get('label', each['operation'])}"
             body.append([what, right, us, share, each["backend"] or "-", each["how"]])
         head = ["what", "result", "us", "of the ceiling", "backend", "how"]
         title = f"anymla doctor on {row['device']}"

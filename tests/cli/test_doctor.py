@@ -8,21 +8,22 @@ import zipfile
 import click
 import pytest
 import torch
+from anymla.ops.selection import window_rows
 from click.testing import CliRunner, Result
 
-from anymla.bench.doctor import examine as examination
-from anymla.bench.doctor import machine as machine_facts
-from anymla.bench.doctor.clock import Ceilings
-from anymla.bench.doctor.examine import all_probes, examine
-from anymla.bench.doctor.machine import _busy, machine
+from anymla.cli import doctor as doctor_command
+from anymla.cli import machine as machine_facts
 from anymla.cli.device_report import _last_line, report_steps, write_report
+from anymla.cli.machine import _busy, machine
 from anymla.cli.main import main
 from anymla.ops import device as device_facts
 from anymla.ops.device import has_numba
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.registry import Backend
 from anymla.ops.sparse_attention import sparse_attention
-from anymla.testing.conformance.ops import all_operations
+from anymla.testing.conformance.calls import Watch, family_of
+from anymla.testing.conformance.ops import Ops, all_operations
+from anymla.testing.conformance.registry import load_cases
 
 CPU = torch.device("cpu")
 
@@ -31,29 +32,33 @@ def doctor(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["doctor", *map(str, arguments)])
 
 
-def test_every_family_is_examined_and_right_here(tmp_path) -> None:
+def test_every_family_is_judged_and_right_here(tmp_path) -> None:
     file = tmp_path / "doctor.json"
-    result = doctor("--device", "cpu", "--no-speed", "--json", file)
+    result = doctor("--device", "cpu", "--json", file)
     assert result.exit_code == 0, result.output
     assert "every result is right" in result.output
     row = json.loads(file.read_text())
-    families = {operation.__module__.split(".")[2] for operation in all_operations().values()}
+    families = {family_of(operation) for operation in all_operations().values()}
     assert {finding["family"] for finding in row["findings"]} == families
     assert row["ok"] is True
     assert row["torch"] == torch.__version__
     here = {"torch", "numba"} if has_numba() else {"torch"}
     assert {finding["backend"] for finding in row["findings"]} == here
-    assert {finding["how"] for finding in row["findings"]} == {"native", "software FP8"}
-    for finding in row["findings"]:
-        assert finding["right"] is True, finding
-        assert finding["error"] is None or 0 <= finding["error"] <= 1
+    assert {finding["how"] for finding in row["findings"]} == {"native"}
+    assert all(finding["right"] for finding in row["findings"])
+    quick = [case.case_id for case in load_cases().values() if case.quick]
+    assert [case["case_id"] for case in row["cases"]] == quick
+    assert {case["status"] for case in row["cases"]} == {"passed"}
+    errors = [case["error"] for case in row["cases"] if case["error"] is not None]
+    assert max(errors) > 0
+    assert all(0 <= error <= 1 for error in errors)
 
 
 def test_it_works_without_triton_and_prints_a_row_to_share() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from anymla.cli.main import main\n"
-        "main(['doctor', '--device', 'cpu', '--no-speed', '--json', '-', '--family', 'kv_cache'])\n"
+        "main(['doctor', '--device', 'cpu', '--json', '-', '--family', 'selection'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -63,69 +68,63 @@ def test_it_works_without_triton_and_prints_a_row_to_share() -> None:
     assert reasons == {"triton is not installed"}
 
 
-def test_a_call_is_timed_against_the_ceilings() -> None:
-    probe = next(each for each in all_probes() if each.label == "expand")
-    finding = examine(probe, CPU, Ceilings(bytes_per_s=1e10, flops_per_s=1e11))
-    assert finding.us > 0
-    assert finding.bound == "copy"
-    # bytes over the ceiling, over the time: the same share from both figures
-    assert finding.share == pytest.approx(finding.gb_per_s * 1e9 / 1e10, rel=0.02)
-    assert finding.tokens == probe.tokens["cpu"]
-
-
-def test_the_slower_ceiling_binds() -> None:
-    ceilings = Ceilings(bytes_per_s=1e10, flops_per_s=1e11)
-    assert ceilings.share(10**10, 10**12, seconds=20.0) == (0.5, "product")
-    assert ceilings.share(10**10, 10**10, seconds=2.0) == (0.5, "copy")
-
-
 @pytest.mark.parametrize(
-    ("operation", "label", "wrong"),
+    ("operation", "case_id", "wrong"),
     [
-        (sparse_attention, "window + top 512, sink", lambda out, lse: (out * 1.05, lse)),
-        (fp8_block_linear, "FP8 weights, 128 x 128 scales", lambda out: out + 0.1),
+        (sparse_attention, "A2", lambda out, lse: (out, lse + 1)),
+        (fp8_block_linear, "M7", lambda out: out + 30),
     ],
 )
-def test_a_wrong_result_is_shown_and_ends_with_1(monkeypatch, operation, label, wrong) -> None:
+def test_a_wrong_result_is_shown_and_ends_with_1(monkeypatch, operation, case_id, wrong) -> None:
     run = operation.backends["torch"].run
 
     def faulty(*args, **kwargs):
         result = run(*args, **kwargs)
         return wrong(*result) if isinstance(result, tuple) else wrong(result)
 
-    probes = [each for each in all_probes() if each.label == label]
-    monkeypatch.setattr("anymla.cli.doctor.all_probes", lambda: probes)
+    one_case(monkeypatch, case_id)
     with operation.with_backends([Backend("torch", faulty, None)]):
-        result = doctor("--device", "cpu", "--no-speed")
+        result = doctor("--device", "cpu")
     assert result.exit_code == 1
-    assert f"WRONG: {probes[0].family} ({label})" in result.output
+    assert f"WRONG: {case_id}\n" in result.output
+    assert "anymla doctor --report report.zip" in result.output
+    assert re.search(rf"{operation.name} +torch +{case_id}  WRONG\n", result.output)
 
 
-def test_an_operation_that_cannot_run_says_so() -> None:
-    probe = next(each for each in all_probes() if each.family == "selection")
-    trial = probe.draw(4, CPU)
-    with trial.operation.with_backends([]):
-        finding = examine(probe, CPU, None)
-        result = doctor("--device", "cpu", "--no-speed", "--family", "selection")
-    assert (finding.backend, finding.how, finding.right) == (None, "cannot", None)
-    assert (result.exit_code, "cannot run here: selection" in result.output) == (0, True)
+def one_case(monkeypatch: pytest.MonkeyPatch, case_id: str) -> None:
+    monkeypatch.setattr(doctor_command, "_quick_cases", lambda _: [load_cases()[case_id]])
+
+
+def test_an_operation_that_cannot_run_says_so(monkeypatch) -> None:
+    one_case(monkeypatch, "A9")
+    with window_rows.with_backends([]):
+        result = doctor("--device", "cpu")
+    assert (result.exit_code, "cannot run here: A9\n" in result.output) == (0, True)
+    assert re.search(r"selection +window_rows +- +A9  cannot\n", result.output)
+    assert "no backend can run this call" in result.output
 
 
 def test_a_general_backend_on_an_accelerator_is_a_fallback() -> None:
-    probe = next(each for each in all_probes() if each.fp8)
-    assert examination._how(probe, "torch", torch.device("xpu")) == "fallback"
-    assert examination._how(probe, "triton", torch.device("xpu")) == "software FP8"
-    assert examination._how(probe, None, torch.device("xpu")) == "cannot"
+    assert doctor_command._how("torch", torch.device("xpu")) == "fallback"
+    assert doctor_command._how("triton", torch.device("xpu")) == "native"
+    assert doctor_command._how("torch", torch.device("cpu")) == "native"
 
 
 def test_one_family() -> None:
-    result = doctor("--device", "cpu", "--no-speed", "--family", "selection")
+    result = doctor("--device", "cpu", "--family", "selection")
     assert result.exit_code == 0
-    assert "window rows" in result.output
+    assert "window_rows" in result.output
     assert "sparse_attention" not in result.output
     result = doctor("--family", "attention")
     assert result.exit_code == 2
-    assert "--family attention: there are kv_cache, norm_rope" in result.output
+    assert "--family attention: there are choice, compressor" in result.output
+
+
+def test_speeds_are_not_measured_any_more(monkeypatch) -> None:
+    one_case(monkeypatch, "A9")
+    result = doctor("--device", "cpu", "--no-speed")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("--no-speed: doctor times nothing")
 
 
 def test_a_device_that_is_not_there_is_one_line() -> None:
@@ -173,6 +172,26 @@ def test_a_busy_machine_is_said() -> None:
     assert _busy(None, 4) is None
 
 
+def test_a_watch_sees_what_is_chosen_without_it_and_leaves_no_trace() -> None:
+    watch, backends = Watch(), dict(window_rows.backends)
+    positions, owner = torch.arange(5), torch.zeros(5, dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    args, sizes = (positions, owner, table), {"block_size": 64, "window": 4}
+    picked, answers = window_rows.explain(*args, **sizes)
+    with watch.watching():
+        watch.case_id = "one"
+        Ops().window_rows(*args, **sizes)
+        watch.case_id = "two"
+        window_rows(*args, **sizes)
+    assert dict(window_rows.backends) == backends
+    (calls,) = watch.calls.values()
+    assert (calls.family, calls.operation, calls.backend) == ("selection", "window_rows", picked)
+    assert calls.cases == ["one", "two"]
+    before = list(answers)[: list(answers).index(picked)]
+    named = "runs only when it is named"
+    assert calls.why_not == {name: answers[name].reason or named for name in before}
+
+
 def test_the_plugins_view() -> None:
     result = doctor("--vllm")
     assert result.exit_code == 0
@@ -196,9 +215,8 @@ def test_a_report_has_every_result_whatever_fails(tmp_path, capsys) -> None:
             "doctor",
             "--device",
             "cpu",
-            "--no-speed",
             "--family",
-            "kv_cache",
+            "selection",
             "--json",
             "doctor.json",
         ],
@@ -208,7 +226,7 @@ def test_a_report_has_every_result_whatever_fails(tmp_path, capsys) -> None:
     file = tmp_path / "report.zip"
     assert not write_report(file, steps)
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("1 of 3: anymla doctor --device cpu --no-speed")
+    assert said[0].startswith("1 of 3: anymla doctor --device cpu --family selection")
     assert said[3] == "2 of 3: anymla conformance --case none such"
     assert re.fullmatch(r"  \d+ s, exit code 2", said[5])
     assert re.fullmatch(

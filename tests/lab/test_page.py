@@ -642,11 +642,11 @@ def test_conformance_says_who_was_judged_where() -> None:
 
 def test_what_the_doctor_said(tmp_path) -> None:
     file = tmp_path / "doctor.jsonl"
-    words = ["doctor", "--device", "cpu", "--no-speed", "--family", "selection"]
+    words = ["doctor", "--device", "cpu", "--family", "selection"]
     result = CliRunner().invoke(main, [*words, "--json", str(file)])
     assert result.exit_code == 0, result.output
     table = next(each for each in tables(load_rows(tmp_path)) if "doctor" in each.key)
-    assert table.body == [["selection: window rows", "right", "", "", "torch", "native"]]
+    assert ["selection: window_rows", "right", "", "", "torch", "native"] in table.body
     assert "`anymla doctor`" in table.source
 
 

@@ -23,7 +23,7 @@ _POLL_S = 0.5
 _TAIL, _SHOWN = 4096, 160
 # Purpose of each command, by its first word.
 _PURPOSES = {
-    "doctor": "this machine, and every family of operations: half a minute",
+    "doctor": "this machine, and its backends: ten seconds, or minutes of compiling kernels",
     "conformance": "every known bug, a case each: half a minute, or minutes of compiling kernels",
     "bench": "times of all kernels: ten minutes or more",
 }

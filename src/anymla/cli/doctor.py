@@ -1,30 +1,59 @@
-"""``anymla doctor``: what this machine runs, how right and how fast."""
+"""``anymla doctor``: what this machine is, which backends run on it, and whether they are right."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 from tqdm import tqdm
 
-from anymla.bench.doctor.clock import Ceilings, measure_ceilings
-from anymla.bench.doctor.examine import CANNOT, Finding, all_probes, examine
-from anymla.bench.doctor.machine import machine
-from anymla.bench.doctor.trial import Probe
 from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.device_report import report_steps, write_report
 from anymla.cli.files import STANDARD, OutputFile, write_text
+from anymla.cli.machine import machine
 from anymla.cli.run_options import device_option
 from anymla.runtime.devices import named_device
+from anymla.runtime.threads import threads
+
+if TYPE_CHECKING:
+    from anymla.testing.conformance.registry import Case
+    from anymla.testing.conformance.runner import Outcome
+
+NATIVE, FALLBACK, CANNOT = "native", "fallback", "cannot"
+_GENERAL = ("torch", "reference")
 
 
-@commands.command(examples=["anymla doctor --no-speed", "anymla doctor --report report.zip"])
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One operation, by one backend, in the cases that called it.
+
+    Attributes:
+        family: package of ``anymla.ops``.
+        operation: name of the operation.
+        backend: name of the backend that ``backend=None`` took; None if none can run the call.
+        how: NATIVE, FALLBACK (a general backend on an accelerator) or CANNOT.
+        why_not: reasons against the backends that rank before, by name.
+        cases: ids of the cases that called it.
+        right: True if all of these cases passed; None if none could run.
+    """
+
+    family: str
+    operation: str
+    backend: str | None
+    how: str
+    why_not: dict[str, str]
+    cases: list[str]
+    right: bool | None
+
+
+@commands.command(examples=["anymla doctor", "anymla doctor --report report.zip"])
 @device_option
 @click.option(
     "--json",
@@ -33,14 +62,14 @@ from anymla.runtime.devices import named_device
     metavar="FILE",
     help='Write the result as one JSON object on one line; "-" prints it instead of the table.',
 )
-@click.option("--family", "families", multiple=True, help="Only this family; repeatable.")
-@click.option("--no-speed", is_flag=True, help="Only which backend, and whether it is right.")
+@click.option("--family", "families", multiple=True, help="Only cases of this family; repeatable.")
+@click.option("--no-speed", is_flag=True, hidden=True)
 @click.option(
     "--report",
     type=OutputFile(),
     metavar="FILE",
-    help="Instead: this, conformance and, on a GPU, all times, in one zip to send to somebody: "
-    "a minute on a CPU, a quarter of an hour or more on a GPU.",
+    help="Write this, all of conformance and, on a GPU, all times into one zip to send to "
+    "somebody instead: a minute on a CPU, a quarter of an hour or more on a GPU.",
 )
 @click.option("--vllm", is_flag=True, help="Show what the vLLM plugin offers here instead.")
 def command(
@@ -51,16 +80,18 @@ def command(
     report: Path | None,
     vllm: bool,
 ) -> None:
-    """Say what this machine is, and examine every family of operations on it.
+    """Say what this machine is, and judge every family of operations on it.
 
-    For each: the backend that is taken and why those before it are not, the largest error against a
-    float64 oracle as a share of what is allowed, and the speed in percent of what this machine
-    copies or multiplies at most. Takes half a minute, more the first time on a GPU, for which
-    kernels are compiled; needs no GPU and no triton. Ends with exit code 1 if a result is wrong.
+    Runs the quick cases of `anymla conformance`, which compare with a float64 oracle, and shows the
+    backend that each operation takes here, why those before it are not taken, and the largest
+    error as a share of what is allowed. Takes some ten seconds, more the first time, when kernels
+    are compiled; needs no GPU and no triton. Ends with exit code 1 if a result is wrong.
     """
     silent = json_file == STANDARD
     if report is not None and (vllm or families or no_speed or json_file is not None):
         raise BadInput("--report has all of it; only --device goes with it")
+    if no_speed:
+        click.echo("--no-speed: doctor times nothing; `anymla bench` does", err=True)
     if vllm:
         _show_plugin(json_file, silent=silent)
         return
@@ -70,46 +101,95 @@ def command(
         if not write_report(report, report_steps(place.type)):
             click.get_current_context().exit(1)
         return
-    chosen = [probe for probe in all_probes() if not families or probe.family in families]
-    unknown = sorted(set(families) - {probe.family for probe in chosen})
-    if unknown:
-        known = ", ".join(dict.fromkeys(probe.family for probe in all_probes()))
-        raise BadInput(f"--family {', '.join(unknown)}: there are {known}")
+    cases = _quick_cases(families)
     facts = machine(place)
     if not silent:
         click.echo("\n".join(_machine_lines(facts)))
-    ceilings, findings = _examine(chosen, place, timed=not no_speed)
-    right = not any(finding.right is False for finding in findings)
-    result: dict[str, Any] = {"part": "doctor", **facts}
-    if ceilings is not None:
-        result["ceilings"] = dataclasses.asdict(ceilings)
-    result |= {"ok": right, "findings": [dataclasses.asdict(each) for each in findings]}
+    outcomes, findings = _examine(cases, families, place)
+    right = all(outcome.status != "failed" for outcome in outcomes)
+    result: dict[str, Any] = {"part": "doctor", **facts, "ok": right}
+    result["findings"] = [dataclasses.asdict(each) for each in findings]
+    result["cases"] = [dataclasses.asdict(each) for each in outcomes]
     if silent:
         click.echo(json.dumps(result))
     else:
-        click.echo("\n".join(_table(findings, ceilings)))
+        click.echo("\n".join([*_table(findings), *_verdict(outcomes)]))
         if json_file is not None:
             write_text(json_file, json.dumps(result) + "\n")
     if not right:
         click.get_current_context().exit(1)
 
 
+def _quick_cases(families: Sequence[str]) -> list[Case]:
+    """The quick cases that call an operation of one of the families; of no families, all."""
+    from anymla.testing.conformance.calls import family_of
+    from anymla.testing.conformance.ops import all_operations
+    from anymla.testing.conformance.registry import load_cases
+
+    by_name = {name: family_of(operation) for name, operation in all_operations().items()}
+    unknown = sorted(set(families) - set(by_name.values()))
+    if unknown:
+        known = ", ".join(dict.fromkeys(by_name.values()))
+        raise BadInput(f"--family {', '.join(unknown)}: there are {known}")
+    return [
+        case
+        for case in load_cases().values()
+        if case.quick
+        and (
+            not families
+            or not {by_name[each] for each in (*case.operations, *case.also)}.isdisjoint(families)
+        )
+    ]
+
+
 def _examine(
-    chosen: list[Probe], place: torch.device, *, timed: bool
-) -> tuple[Ceilings | None, list[Finding]]:
-    findings = []
-    count = len(chosen) + timed
-    with torch.no_grad(), tqdm(total=count, unit="probe", file=sys.stderr, disable=None) as bar:
-        ceilings = None
-        if timed:
-            bar.set_description("this machine's ceilings")
-            ceilings = measure_ceilings(place)
+    cases: list[Case], families: Sequence[str], place: torch.device
+) -> tuple[list[Outcome], list[Finding]]:
+    """Run the cases, and list what each operation of the families (of none, all) ran on."""
+    from anymla.testing.conformance.calls import Watch, family_of
+    from anymla.testing.conformance.ops import all_operations
+    from anymla.testing.conformance.runner import FAILED, NOT_APPLICABLE, Subject, run_case
+
+    watch, outcomes = Watch(), []
+    bar = tqdm(total=len(cases), unit="case", file=sys.stderr, leave=False, disable=None)
+    # Few tokens: threads would wait for each other.
+    with watch.watching(), bar, threads(1):
+        for case in cases:
+            bar.set_description(case.case_id)
+            watch.case_id = case.case_id
+            outcomes.append(run_case(case, Subject(device=place)))
             bar.update()
-        for probe in chosen:
-            bar.set_description(f"{probe.family}: {probe.label}")
-            findings.append(examine(probe, place, ceilings))
-            bar.update()
-    return ceilings, findings
+    failed = {each.case_id for each in outcomes if each.status == FAILED}
+    findings = [
+        Finding(
+            each.family,
+            each.operation,
+            each.backend,
+            _how(each.backend, place),
+            each.why_not,
+            each.cases,
+            failed.isdisjoint(each.cases),
+        )
+        for each in watch.calls.values()
+    ]
+    ran = {each.operation for each in findings}
+    impossible = {each.case_id for each in outcomes if each.status == NOT_APPLICABLE}
+    lacking: dict[str, list[str]] = {}
+    for case in cases:
+        if case.case_id in impossible:
+            for name in set(case.operations) - ran:
+                lacking.setdefault(name, []).append(case.case_id)
+    findings += [
+        Finding(family_of(all_operations()[name]), name, None, CANNOT, {}, ids, None)
+        for name, ids in lacking.items()
+    ]
+    order = list(all_operations())
+    findings.sort(key=lambda each: order.index(each.operation))
+    return outcomes, [each for each in findings if not families or each.family in families]
+
+
+def _how(backend: str, place: torch.device) -> str:
+    return FALLBACK if place.type != "cpu" and backend in _GENERAL else NATIVE
 
 
 def _machine_lines(facts: dict[str, Any]) -> list[str]:
@@ -126,30 +206,21 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
         lines.append(f"  Intel's GPUs: {facts['intel']}")
     lines.append(f"  {facts['threads']} thread(s); anymla {facts['anymla']}")
     if facts["busy"]:
-        lines.append(f"  {facts['busy']}: speeds come out too low")
+        lines.append(f"  {facts['busy']}")
     return lines
 
 
-def _table(findings: list[Finding], ceilings: Ceilings | None) -> list[str]:
-    lines = [""]
-    if ceilings is not None:
-        lines += [
-            f"this machine copies {ceilings.bytes_per_s / 1e9:.1f} GB/s and multiplies bf16 "
-            f"matrices at {ceilings.flops_per_s / 1e12:.2f} TFLOP/s",
-            "",
-        ]
-    head = f"{'family':17} {'what':29} {'backend':10} {'how':12} {'error':>6}"
-    lines.append(head + f" {'us':>9} {'rate':>15} {'of ceiling':>14}")
+def _table(findings: list[Finding]) -> list[str]:
+    """A line for each operation and backend, then the reasons against backends not taken."""
+    width = max((len(each.operation) for each in findings), default=0)
+    lines = ["", f"{'family':18} {'operation':{width}} {'backend':11} cases"]
     for each in findings:
-        line = f"{each.family:17} {each.label:29} {each.backend or '-':10} {each.how:12}"
-        line += f" {_error(each):>6}"
-        if each.us is not None and each.share is not None:
-            computes = each.bound == "product" and each.tflop_per_s is not None
-            rate = f"{each.tflop_per_s:.3f} TFLOP/s" if computes else f"{each.gb_per_s:.1f} GB/s"
-            line += f" {each.us:9.1f} {rate:>15} {each.share:6.1%} {each.bound:7}"
-        lines.append(line.rstrip())
-        if each.problem:
-            lines.append(f"    {each.problem}")
+        backend = each.backend or "-"
+        words = "" if each.how == NATIVE else f"  {each.how}"
+        if each.right is False:
+            words += "  WRONG"
+        line = f"{each.family:18} {each.operation:{width}} {backend:11} {' '.join(each.cases)}"
+        lines.append(line + words)
     reasons: dict[str, set[str]] = {}
     for each in findings:
         for name, why in each.why_not.items():
@@ -161,28 +232,38 @@ def _table(findings: list[Finding], ceilings: Ceilings | None) -> list[str]:
             lines.append(
                 f"  {why}" + ("" if where == families else f" ({', '.join(sorted(where))})")
             )
-    lines += ["", "error: largest, as a share of what the oracle's derived bound allows"]
-    wrong = [each for each in findings if each.right is False]
-    cannot = [each for each in findings if each.how == CANNOT]
-    if wrong:
-        lines.append(f"WRONG: {', '.join(f'{each.family} ({each.label})' for each in wrong)}")
-    elif cannot:
-        lines.append(f"cannot run here: {', '.join(each.family for each in cannot)}")
-    else:
-        lines.append("every result is right")
     return lines
 
 
-def _error(finding: Finding) -> str:
-    if finding.right is None:
+def _verdict(outcomes: list[Outcome]) -> list[str]:
+    """A line for each case with its largest error, then what they come to."""
+    words = {"passed": "ok", "failed": "WRONG", "not applicable": "cannot"}
+    lines = ["", "case  error of what is allowed"]
+    for each in outcomes:
+        line = f"{each.case_id:5} {_error(each):>6} {words[each.status]:6} {each.story}"
+        lines += [line, *([f"      {each.detail}"] if each.detail else [])]
+    wrong = [each.case_id for each in outcomes if each.status == "failed"]
+    cannot = [each.case_id for each in outcomes if each.status == "not applicable"]
+    lines.append("")
+    if wrong:
+        lines += [
+            f"WRONG: {', '.join(wrong)}",
+            "a fault of this package or of a compiler: `anymla doctor --report report.zip` makes "
+            "a file to send; docs/your-own-gpu.md says where",
+        ]
+    elif cannot:
+        lines.append(f"cannot run here: {', '.join(cannot)}")
+    else:
+        lines.append("every result is right; `anymla conformance` runs all cases")
+    return lines
+
+
+def _error(outcome: Outcome) -> str:
+    if outcome.status != "passed":
         return "-"
-    if not finding.right:
-        return "WRONG"
-    if finding.error is None:
-        return "fits"
-    if finding.error == 0:
-        return "exact"
-    return f"{finding.error:.0%}" if finding.error >= 0.01 else "<1%"
+    if not outcome.error:
+        return "" if outcome.error is None else "exact"
+    return f"{outcome.error:.0%}" if outcome.error >= 0.01 else "<1%"
 
 
 def _show_plugin(json_file: Path | None, *, silent: bool) -> None:

@@ -26,7 +26,7 @@ _COMMANDS = {
     "inspect": ("inspect", "What is in a checkpoint, or in a dumped cache page."),
     "make-tiny": ("make_tiny", "Write a small random checkpoint."),
     "demo": ("demo", "Run a tiny checkpoint and check it against float64."),
-    "doctor": ("doctor", "What this machine runs, how right and how fast."),
+    "doctor": ("doctor", "Which backends run on this machine, and whether they are right."),
     "conformance": ("conformance", "Judge a backend, or another library, by every known bug."),
     "replay": ("replay", "Judge again what an audit of a live engine dumped."),
     "bench": ("bench", "Measure speed and memory on this machine."),

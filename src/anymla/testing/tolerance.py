@@ -6,7 +6,10 @@ origin of the limit. docs/numerics.md explains the models.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -58,6 +61,20 @@ def accumulation(n: int, dtype: torch.dtype, c: float = 2.0) -> Bound:
     """
     value = c * math.sqrt(max(n, 1)) * torch.finfo(dtype).eps
     return Bound(value, f"{c:g} * sqrt({n}) * eps({_name(dtype)})")
+
+
+_observed: ContextVar[list[float] | None] = ContextVar("observed", default=None)
+
+
+@contextlib.contextmanager
+def observed_errors() -> Iterator[list[float]]:
+    """List what ``assert_close`` returns inside: each largest error over what is allowed."""
+    errors: list[float] = []
+    token = _observed.set(errors)
+    try:
+        yield errors
+    finally:
+        _observed.reset(token)
 
 
 def assert_close(
@@ -113,6 +130,9 @@ def assert_close(
         f"{worst:.3g} of what is allowed: atol {_why(atol)}, rtol {_why(rtol)}"
     )
     print(observed)
+    errors = _observed.get()
+    if errors is not None:
+        errors.append(worst)
     wrong = excess > 1
     if wrong.any():
         raise AssertionError(

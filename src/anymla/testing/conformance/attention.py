@@ -40,7 +40,12 @@ def sink_once(ops: Ops) -> None:
     _check(ops, given, "no sink")
 
 
-@case("A2", "lse: natural log, sink excluded, -inf for a row without keys", "sparse_attention")
+@case(
+    "A2",
+    "lse: natural log, sink excluded, -inf for a row without keys",
+    "sparse_attention",
+    quick=True,
+)
 def lse_convention(ops: Ops) -> None:
     given = scene(sink=True)
     given.main.lengths[1] = 0
@@ -160,7 +165,7 @@ def grid_limits(ops: Ops) -> None:
         want.check((out[rows][order], some), f"tokens {rows.start} to {rows.stop}")
 
 
-@case("A9", "a chunk's mask is aligned with its end, not with its start", "window_rows")
+@case("A9", "a chunk's mask is aligned with its end, not with its start", "window_rows", quick=True)
 def bottom_right(ops: Ops) -> None:
     table = torch.tensor([[3, 1, 7, 2, 5]], dtype=torch.int32)
     positions = torch.arange(300, 305)
@@ -179,6 +184,7 @@ def bottom_right(ops: Ops) -> None:
     "FlashMLA's rules: lengths keep the leftmost columns, any index outside is invalid",
     "sparse_attention",
     "sparse_attention_rows",
+    quick=True,
 )
 def flash_mla_rules(ops: Ops) -> None:
     given = scene(tokens=4, width=40, extra=0)

@@ -68,7 +68,13 @@ def _check_scores(
     assert_close(got, want, atol=ops.dot_error, scale=scale, name=name)
 
 
-@case("L2", "584 bytes an entry, whatever the page size", _INSERT, "dequantize_and_gather_k_cache")
+@case(
+    "L2",
+    "584 bytes an entry, whatever the page size",
+    _INSERT,
+    "dequantize_and_gather_k_cache",
+    quick=True,
+)
 def main_pages(ops: Ops) -> None:
     for entries, stride in ((64, 37440), (2, 1728), (256, 149760), (53, 31104)):
         layout = get_layout(MAIN_FP8)
@@ -205,6 +211,7 @@ def page_sizes(ops: Ops) -> None:
     "dequant_gather_slots",
     "dequantize_and_gather_k_cache",
     "paged_mqa_logits",
+    quick=True,
 )
 def poisoned_slots(ops: Ops) -> None:
     for layout in (MAIN_FP8, ROWS_BF16_512):

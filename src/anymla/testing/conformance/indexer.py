@@ -82,6 +82,7 @@ def hadamard_on_both(ops: Ops) -> None:
     "the sum over heads of weight * relu(q . k), raw weights",
     "mqa_logits",
     "paged_mqa_logits",
+    quick=True,
 )
 def score_formula(ops: Ops) -> None:
     q, weights = coded(5, 16, 128), torch.randn(5, 16)
@@ -120,6 +121,7 @@ def score_formula(ops: Ops) -> None:
     "indices of several requests are local, and moved into the cache once",
     "compute_global_topk_indices_and_lens",
     "combine_topk_swa_indices",
+    quick=True,
 )
 def several_requests(ops: Ops) -> None:
     table_ = torch.tensor([[4, 9, -1], [2, 7, 5]], dtype=torch.int32)
@@ -208,6 +210,7 @@ def bounded_scratch(ops: Ops) -> None:
     "indexer_q_rope_quant",
     "paged_mqa_logits",
     "topk_per_row",
+    quick=True,
 )
 def accepted_by_score(ops: Ops) -> None:
     entries, heads, k = 1500, 16, 256

@@ -126,7 +126,12 @@ def nan_scores(ops: Ops) -> None:
         expect(7 in chosen[1], f"k={k}: the NaN candidate was dropped")
 
 
-@case("Q7", "the cache dtype changes the rounding and nothing else", "qnorm_rope_kv_insert")
+@case(
+    "Q7",
+    "the cache dtype changes the rounding and nothing else",
+    "qnorm_rope_kv_insert",
+    quick=True,
+)
 def dtype_changes_rounding_only(ops: Ops) -> None:
     q, kv = torch.randn(6, 2, 512).bfloat16(), torch.randn(6, 512).bfloat16()
     positions = torch.arange(100, 106)

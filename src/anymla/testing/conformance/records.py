@@ -141,6 +141,7 @@ def _hostile_scales(ops: Ops, layout_id: str) -> None:
     _INSERT,
     "sparse_attention",
     also=("prefill_attention", "dequant_gather_slots"),
+    quick=True,
 )
 def v41_rows(ops: Ops) -> None:
     for layout_id in (V41_MAIN_FP8, V41_MAIN_FP8_SPLIT):

@@ -20,6 +20,7 @@ _MODULES = (
     "attention",
     "streams",
     "network",
+    "projections",
     "v41",
     "drafter",
     "gpu",
@@ -39,6 +40,8 @@ class Case:
         gpu: True if it needs a GPU, and makes its tensors there.
         bulk: True if it is about size, for which the reference backends, written as loops, are too
             slow.
+        quick: True if ``anymla doctor`` runs it; the quick cases together call every family of
+            operations.
     """
 
     case_id: str
@@ -47,6 +50,7 @@ class Case:
     run: Callable[[Ops], None]
     gpu: bool = False
     bulk: bool = False
+    quick: bool = False
     also: tuple[str, ...] = ()
 
 
@@ -63,12 +67,13 @@ def case(
     *operations: str,
     bulk: bool = False,
     gpu: bool = False,
+    quick: bool = False,
     also: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Ops], None]], Callable[[Ops], None]]:
     """Register the decorated function as a case."""
 
     def register(run: Callable[[Ops], None]) -> Callable[[Ops], None]:
-        _add(Case(case_id, story, operations, run, bulk=bulk, gpu=gpu, also=also))
+        _add(Case(case_id, story, operations, run, bulk=bulk, gpu=gpu, quick=quick, also=also))
         return run
 
     return register

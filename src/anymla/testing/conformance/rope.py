@@ -48,7 +48,7 @@ def bases(ops: Ops) -> None:
         assert_close(got, want, atol=slack, scale=4.0, rtol=slack, name=f"theta {theta:g}")
 
 
-@case("R2", "entry w is rotated at position w * ratio", "compress_norm_rope_insert")
+@case("R2", "entry w is rotated at position w * ratio", "compress_norm_rope_insert", quick=True)
 def entry_positions(ops: Ops) -> None:
     for ratio in (4, 128):
         width = 512 * (2 if ratio == 4 else 1)

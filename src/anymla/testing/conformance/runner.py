@@ -20,6 +20,7 @@ from anymla.testing.conformance.adapters import Adapter
 from anymla.testing.conformance.ops import Ops, all_operations
 from anymla.testing.conformance.registry import Case, NotApplicable
 from anymla.testing.poison import poisoned_empty
+from anymla.testing.tolerance import observed_errors
 
 PASSED, FAILED, NOT_APPLICABLE = "passed", "failed", "not applicable"
 
@@ -80,6 +81,7 @@ class Outcome:
         detail: message of the failure, or the reason why the case does not apply.
         seconds: duration of the case in seconds.
         notes: parts of the case that were not judged, and why.
+        error: largest error as a share of what is allowed; None if only bits were compared.
     """
 
     case_id: str
@@ -89,6 +91,7 @@ class Outcome:
     detail: str = ""
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    error: float | None = None
 
 
 class _Tally:
@@ -126,11 +129,12 @@ def run_case(case: Case, subject: Subject) -> Outcome:
     tally = _Tally()
     ops = _ops(subject, tally)
     began = time.perf_counter()
-    status, detail = _judge(case, ops)
+    with observed_errors() as errors:
+        status, detail = _judge(case, ops)
     seconds = round(time.perf_counter() - began, 2)
     if subject.adapter is not None and status == PASSED and not tally.answered:
         return Outcome(*named, NOT_APPLICABLE, "; ".join(tally.refused), seconds)
-    return Outcome(*named, status, detail, seconds, tally.notes())
+    return Outcome(*named, status, detail, seconds, tally.notes(), max(errors, default=None))
 
 
 def run_cases(cases: Iterable[Case], subject: Subject) -> Iterator[Outcome]:

@@ -77,6 +77,7 @@ def best_of_the_scores(ops: Ops) -> None:
     "I12",
     "tokens of several requests, of every length around k, select locally",
     "select_topk",
+    quick=True,
 )
 def ragged_requests(ops: Ops) -> None:
     entries = [90, 40, 75]

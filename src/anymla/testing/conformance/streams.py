@@ -51,7 +51,13 @@ def many_tokens(ops: Ops) -> None:
     _check_site(ops, torch.randn(8192 + 5, _STREAMS, 32), "8197 tokens")
 
 
-@case("M2", "20 Sinkhorn iterations ending on columns, epsilons as DeepSeek's", "hc_pre", "hc_post")
+@case(
+    "M2",
+    "20 Sinkhorn iterations ending on columns, epsilons as DeepSeek's",
+    "hc_pre",
+    "hc_post",
+    quick=True,
+)
 def sinkhorn(ops: Ops) -> None:
     h = torch.randn(16, _STREAMS, 64)
     _check_site(ops, h, "16 tokens")
@@ -76,6 +82,7 @@ def sinkhorn(ops: Ops) -> None:
     "hc_gates",
     "hc_post",
     "hc_collapse_norm",
+    quick=True,
 )
 def delayed_sites(ops: Ops) -> None:
     width, eps = 64, 1e-20

@@ -212,6 +212,7 @@ def ngrams(ops: Ops) -> None:
     "M6",
     "V4.1's n-grams are added to each stream by how far it agrees with its own key",
     "engram_gate",
+    quick=True,
 )
 def gates_of_ngrams(ops: Ops) -> None:
     streams, width = 4, 48
@@ -232,6 +233,7 @@ def gates_of_ngrams(ops: Ops) -> None:
     "Q10",
     "rows of V4.1's tables have a scale for every 32 channels, and lie side by side",
     "engram_rows",
+    quick=True,
 )
 def rows_of_tables(ops: Ops) -> None:
     tokens, columns, width, blocks = 5, 3, 64, 2
@@ -291,6 +293,7 @@ STEP_OPERATIONS = (
     "a whole V4.1 in chunks: heads are not normed, n-grams reach back over chunks, layers attend "
     "to what others wrote and selected",
     *STEP_OPERATIONS,
+    quick=True,
 )
 def whole_shared_model(ops: Ops) -> None:
     with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:

@@ -14,6 +14,7 @@ _MODULES = (
     "compressor",
     "indexer",
     "streams",
+    "projections",
     "v41",
     "inside",
 )
