@@ -428,3 +428,11 @@ def test_factors_that_are_all_one_multiply_nothing(cpu, one):
     factor = torch.ones(64, 1) if one else torch.rand(64, 1)
     got = cpu("mul_f32_unless_one", x, factor)
     assert torch.equal(got, x * factor)
+
+
+def test_a_factor_of_either_row_of_a_thread_multiplies(cpu):
+    """A thread has values of two rows, in turns of two."""
+    x = torch.randn(32, 32)
+    for row in (0, 1):
+        factor = torch.where(torch.arange(32) // 2 % 2 == row, 0.5, 1.0).expand(32, 32).contiguous()
+        assert torch.equal(cpu("mul_f32_unless_one", x, factor), x * factor)
