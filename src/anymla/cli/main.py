@@ -29,7 +29,7 @@ _COMMANDS = {
     "doctor": ("doctor", "What this machine runs, how right and how fast."),
     "conformance": ("conformance", "Judge a backend, or another library, by every known bug."),
     "replay": ("replay", "Judge again what an audit of a live engine dumped."),
-    "bench": ("bench", "Measure speed and memory on this machine."),
+    "bench": ("bench", "Time operations, layers and steps on this machine."),
 }
 # Other programs' names of these: ollama's, vLLM's, llama.cpp's.
 _OTHER_NAMES = {"run": "chat", "complete": "generate", "perplexity": "score"}
