@@ -78,6 +78,7 @@ def no_device(monkeypatch):
             "report --figure headline",
             "--figure chooses among the plots of --svg, which is not given",
         ),
+        ("report", "one of --svg and --tables is needed"),
     ],
 )
 def test_what_selects_nothing_is_refused_before_the_gpu_is_asked_for(words, message):
