@@ -24,7 +24,7 @@ venv = $(PYTHON) -m venv $(1) || { rm -rf $(1); \
 pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2) > $(1)/pip.log 2>&1 || \
   { tail -n 40 $(1)/pip.log >&2; exit 1; }
 
-.PHONY: help demo test family test-lowest test-vllm test-intel test-nemo resolve lint types imports check bench build-matrix build-subset docs report tables clean
+.PHONY: help demo test family test-lowest test-vllm test-intel test-nemo resolve lint types imports check bench build-matrix build-subset docs tables clean
 
 help:
 	@echo "make demo    a tiny trained DeepSeek-V4 speaks, finds a passkey in 32,768 tokens, and is checked"
@@ -37,7 +37,6 @@ help:
 	@echo "make resolve ask the public index whether everything can be installed, without installing it"
 	@echo "make check   lint, types and import contracts"
 	@echo "make bench   CPU benchmarks (several minutes)"
-	@echo "make report  a page of all recorded measurements, report.html"
 	@echo "make tables  the tables and drawings of README.md and docs, from benchmarks/results"
 	@echo "make docs    the documentation as a site, in build/docs"
 	@echo "make build-matrix   build every Triton kernel for every GPU target, without a GPU"
@@ -138,9 +137,6 @@ build-matrix: $(READY)
 # One build of each file of kernels for one target of each kind: two to three minutes.
 build-subset: $(READY)
 	$(BIN)/python -m lab build-matrix --first file --target sm_80 --target sm_90 --target gfx942 --target gfx1201
-
-report: $(READY)
-	$(BIN)/python -m lab report --output report.html
 
 tables: $(READY)
 	$(BIN)/python -m lab report --svg docs/figures --figure headline --figure layer-parts $(foreach file,$(shell grep -rl --include=*.md -e ': begin -->' README.md docs),--tables $(file))

@@ -1,4 +1,4 @@
-"""Plots as SVG by matplotlib: text stays text, colours are variables of the page around them."""
+"""Plots as SVG by matplotlib: text stays text, colours follow the reader's scheme."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from lab.page.colours import DARK, LIGHT, variables
-from lab.page.figure import Bars, Figure, Plot, Ranges, Stacks, short
+from lab.page.figure import Plot, Ranges, Stacks
 
 WIDE, NARROW = 600, 360
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _UNITS = 72  # of an SVG by matplotlib, in an inch
-# Each line has its own marker and its own dashes, so that colour is never needed to tell it.
-MARKERS = ("o", "s", "^", "D", "v", "P")
-DASHES: tuple[Any, ...] = (
-    "-", (0, (6, 2)), (0, (2, 1.5)), (0, (8, 2, 1.5, 2)), (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)),
-)  # fmt: skip
 HATCHES = ("", "////", "||||", "\\\\\\\\", "xxxx", "----")
-# Round numbers of a logarithmic axis, by how many times its end is its beginning.
-_TICKS = {
-    1.5: (1, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 2, 3, 4, 5, 6, 7, 8, 8.5, 9, 9.5),
-    12: (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8),
-    float("inf"): (1, 2, 5),
-}
 _RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
@@ -50,28 +39,13 @@ _RC: dict[Any, Any] = {
 }
 
 
-def svg(plot: Plot, width: int, css: str = "") -> str:
-    """The drawing, to stand in a page that defines the colours.
-
-    Args:
-        plot: what to show.
-        width: in pixels where it is not scaled; at most ``NARROW`` it is made for a phone.
-        css: class of the outermost element.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    root = _cleaned(_drawn(plot, width), plot, css)
-    return _text(root)
-
-
 def svg_file(plot: Plot, width: int = WIDE) -> str:
     """The drawing as a file of its own, which follows the reader's colour scheme.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    root = _cleaned(_drawn(plot, width), plot, "")
+    root = _cleaned(_drawn(plot, width), plot)
     style = ElementTree.Element("style")
     style.text = (
         f"svg {{ {variables(LIGHT)} font-family: system-ui, 'DejaVu Sans', sans-serif; }} "
@@ -94,146 +68,15 @@ def _drawn(plot: Plot, width: int) -> str:
     with matplotlib.rc_context(options):
         sheet = Sheet(figsize=(width / _UNITS, 5.2), layout="constrained")
         axes = sheet.add_subplot()
-        if isinstance(plot, Figure):
-            sheet.set_figheight((340 if width > NARROW else 330) / _UNITS)
-            _series(axes, plot, narrow=width <= NARROW)
-        elif isinstance(plot, Bars):
-            _bars(axes, plot)
-        elif isinstance(plot, Stacks):
+        if isinstance(plot, Stacks):
             _stacks(axes, plot, narrow=width <= NARROW)
         elif isinstance(plot, Ranges):
             _ranges(axes, plot, narrow=width <= NARROW)
         axes.set_xlabel(plot.x_label)
-        if isinstance(plot, Figure):
-            _names(axes, plot, narrow=width <= NARROW)
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         sheet.savefig(file, format="svg", transparent=True, metadata=nothing)
     return file.getvalue()
-
-
-def _series(axes: Any, figure: Figure, *, narrow: bool) -> None:
-    """Lines and points on two axes."""
-    from matplotlib.ticker import (
-        FixedLocator,
-        FuncFormatter,
-        LogLocator,
-        NullFormatter,
-        NullLocator,
-    )
-
-    number = 0
-    for series in figure.series:
-        xs, ys = [point.x for point in series.points], [point.y for point in series.points]
-        if series.limit:
-            axes.plot(xs, ys, color=LIGHT["soft"], linestyle=(0, (4, 3)), linewidth=1.5)
-            continue
-        colour = LIGHT[f"c{number}"]
-        drawn = axes.plot(
-            xs,
-            ys,
-            color=colour,
-            marker=MARKERS[number],
-            markeredgecolor=LIGHT["card"],
-            linestyle=DASHES[number] if series.joined else "",
-            label=series.name,
-            clip_on=False,
-        )[0]
-        drawn.set_gid(f"series-{figure.series.index(series)}")
-        number += 1
-        for point in series.points:
-            if point.low is not None and point.high is not None:
-                axes.vlines(point.x, point.low, point.high, color=colour, linewidth=1.5)
-    plain = FuncFormatter(lambda value, _: short(value))
-    for log, axis, scale in (
-        (figure.log_x, axes.xaxis, axes.set_xscale),
-        (figure.log_y, axes.yaxis, axes.set_yscale),
-    ):
-        if log:
-            scale("log", base=10)
-            low, high = axis.get_view_interval()
-            subs = next(subs for span, subs in _TICKS.items() if high / low < span)
-            axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
-            axis.set_minor_formatter(NullFormatter())
-            axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(plain)
-    xs = sorted({p.x for series in figure.series if not series.limit for p in series.points})
-    if figure.log_x and len(xs) <= 12 and any(series.joined for series in figure.series):
-        shown = _apart(xs, 5 if narrow else 9)
-        axes.xaxis.set_major_locator(FixedLocator(shown))
-    if not figure.log_y:
-        axes.set_ylim(bottom=0)
-    axes.set_ylabel(figure.y_label)
-
-
-def _apart(values: Sequence[float], most: int) -> list[float]:
-    """Of sorted positive values those that lie far enough apart on a logarithmic axis."""
-    import math
-
-    shown = [values[0]]
-    least = math.log(values[-1] / values[0]) / most if len(values) > 1 else 0.0
-    for value in values[1:]:
-        if math.log(value / shown[-1]) >= least * 0.999:
-            shown.append(value)
-    return shown
-
-
-def _names(axes: Any, figure: Figure, *, narrow: bool) -> None:
-    """Each series' name at its last point, none on another; scattered points have a legend."""
-    sheet = axes.figure
-    pixel = sheet.dpi / _UNITS
-    size = 10 if narrow else 11
-    if not all(series.joined for series in figure.series):
-        sheet.legend(
-            loc="outside lower left", ncols=2 if narrow else 3, frameon=False, fontsize=size,
-            handletextpad=0.2, columnspacing=1.0,
-        )  # fmt: skip
-    sheet.draw_without_rendering()
-    texts = []
-    number = 0
-    for series in figure.series:
-        colour = LIGHT["soft"] if series.limit else LIGHT[f"c{number}"]
-        number += not series.limit
-        if not series.joined:
-            continue
-        point = series.points[-1]
-        name = textwrap.fill(series.name, 14 if narrow else 26)
-        _, up = axes.transData.transform((point.x, point.y))
-        texts.append((float(up), (name.count("\n") + 1) * size * 1.25 * pixel, point, name, colour))
-    texts.sort(key=lambda text: text[0])
-    bottom = float(axes.get_window_extent().y0)  # below it stand the axis' own numbers
-    centres = _spread([text[0] for text in texts], [text[1] for text in texts], bottom)
-    for (up, _, point, name, colour), centre in zip(texts, centres, strict=True):
-        axes.annotate(
-            name, (point.x, point.y), xytext=(9, (centre - up) / pixel), color=colour,
-            textcoords="offset points", va="center", fontsize=size, annotation_clip=False,
-        )  # fmt: skip
-
-
-def _spread(centres: Sequence[float], heights: Sequence[float], bottom: float) -> list[float]:
-    """Centres of labels, from low to high, moved so that none covers another or is below."""
-    placed: list[list[int]] = []  # runs of labels that touch
-
-    def run(members: list[int]) -> tuple[float, float]:
-        """Lower end and height of a run around the mean of where its labels want to be."""
-        height = sum(heights[i] for i in members)
-        middle = sum(centres[i] for i in members) / len(members)
-        return max(middle - height / 2, bottom), height
-
-    for i in range(len(centres)):
-        placed.append([i])
-        while len(placed) > 1:
-            low, height = run(placed[-2])
-            if low + height <= run(placed[-1])[0]:
-                break
-            placed[-2:] = [placed[-2] + placed[-1]]
-    moved = [0.0] * len(centres)
-    for members in placed:
-        at, _ = run(members)
-        for i in members:
-            moved[i] = at + heights[i] / 2
-            at += heights[i]
-    return moved
 
 
 def _listing(axes: Any, names: Sequence[str], texts: Sequence[str], bad: Sequence[bool]) -> None:
@@ -249,25 +92,6 @@ def _listing(axes: Any, names: Sequence[str], texts: Sequence[str], bad: Sequenc
     axes.set_ylim(len(names) - 0.6, -0.75)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-
-
-def _bars(axes: Any, plot: Bars) -> None:
-    places = range(len(plot.bars))
-    values = [min(bar.value, plot.most) for bar in plot.bars]
-    colours = [LIGHT["bad" if bar.bad else "c0"] for bar in plot.bars]
-    axes.barh(places, [plot.most] * len(values), color=LIGHT["rule"], height=0.26)
-    axes.barh(places, values, color=colours, height=0.26)
-    axes.grid(visible=False)
-    if plot.goal is not None:
-        axes.vlines([plot.goal] * len(values), [p - 0.2 for p in places], [p + 0.2 for p in places],
-                    color=LIGHT["ink"], linewidth=2)  # fmt: skip
-    axes.set_xlim(0, plot.most)
-    _listing(
-        axes,
-        [bar.name for bar in plot.bars],
-        [bar.text for bar in plot.bars],
-        [bar.bad for bar in plot.bars],
-    )
 
 
 def _stacks(axes: Any, plot: Stacks, *, narrow: bool) -> None:
@@ -340,7 +164,7 @@ def _ranges(axes: Any, plot: Ranges, *, narrow: bool) -> None:
         )  # fmt: skip
 
 
-def _cleaned(text: str, plot: Plot, css: str) -> ElementTree.Element:
+def _cleaned(text: str, plot: Plot) -> ElementTree.Element:
     """Without what a page does not need: fixed sizes, fonts, unused names, false precision."""
     root = ElementTree.fromstring(text)
     for element in root.iter():
@@ -367,7 +191,7 @@ def _cleaned(text: str, plot: Plot, css: str) -> ElementTree.Element:
     box = root.attrib["viewBox"]
     root.attrib.clear()
     root.attrib |= {"viewBox": box, "role": "img", "aria-label": plot.title}
-    root.attrib |= {"stroke-linejoin": "round"} | ({"class": css} if css else {})
+    root.attrib |= {"stroke-linejoin": "round"}
     return root
 
 
@@ -382,10 +206,7 @@ def _rounded(found: re.Match[str]) -> str:
 def _label_points(root: ElementTree.Element, plot: Plot) -> None:
     """A point that is pointed at says what it is."""
     labels: dict[str, list[str]] = {}
-    if isinstance(plot, Figure):
-        for number, series in enumerate(plot.series):
-            labels[f"series-{number}"] = [point.label for point in series.points]
-    elif isinstance(plot, Ranges):
+    if isinstance(plot, Ranges):
         labels["ranges"] = [f"{each.name}: {each.text}" for each in plot.ranges]
     for group in root.iter("g"):
         texts = labels.get(group.attrib.get("id", ""))

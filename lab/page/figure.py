@@ -3,46 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 # More lines than these in one plot cannot be told apart.
 MOST_SERIES = 6
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One measurement.
-
-    Attributes:
-        x: horizontal.
-        y: vertical.
-        label: what it is, with its numbers.
-        low: lower end of its spread, or None.
-        high: upper end of its spread, or None.
-    """
-
-    x: float
-    y: float
-    label: str
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """Points that belong together.
-
-    Attributes:
-        name: written beside it.
-        points: ordered by x.
-        joined: whether a line joins them.
-        limit: it is a ceiling or a goal, not a measurement of this package: drawn thin.
-    """
-
-    name: str
-    points: tuple[Point, ...]
-    joined: bool = True
-    limit: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,59 +25,6 @@ class Plot:
     x_label: str
     source: str
     note: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure(Plot):
-    """A plot with two axes.
-
-    Attributes:
-        y_label: with the unit.
-        series: at least one, at most ``MOST_SERIES`` and a limit.
-        log_x: logarithmic.
-        log_y: logarithmic.
-    """
-
-    y_label: str
-    series: tuple[Series, ...]
-    log_x: bool = True
-    log_y: bool = True
-
-    def __post_init__(self) -> None:
-        drawn = [series for series in self.series if not series.limit]
-        assert 1 <= len(drawn) <= MOST_SERIES, f"{self.key}: {len(drawn)} series"
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """One measurement among many.
-
-    Attributes:
-        name: what was measured.
-        value: its length.
-        text: its numbers.
-        bad: it falls short of the goal.
-    """
-
-    name: str
-    value: float
-    text: str
-    bad: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Bars(Plot):
-    """Measurements below each other, as bars.
-
-    Attributes:
-        bars: in this order.
-        most: value of a bar of full length.
-        goal: what was asked, or None.
-    """
-
-    bars: tuple[Bar, ...]
-    most: float
-    goal: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,25 +88,3 @@ class Ranges(Plot):
 
     ranges: tuple[Range, ...]
     even: float
-
-
-def short(value: float) -> str:
-    """A number for a tick: 4096 as 4k, 10000 as 10k, 0.25 as 0.25."""
-    for size, letter in ((2**20, "M"), (2**10, "k")):
-        if value >= size and value % size == 0:
-            return f"{value / size:g}{letter}"
-    if value >= 1e6:
-        return f"{value / 1e6:g}M"
-    if value >= 1e4 and value % 1e3 == 0:
-        return f"{value / 1e3:g}k"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def line(name: str, points: Iterable[Point]) -> Series:
-    """Points joined from left to right."""
-    return Series(name, tuple(sorted(points, key=lambda point: point.x)))
-
-
-def scatter(name: str, points: Iterable[Point]) -> Series:
-    """Points by themselves."""
-    return Series(name, tuple(sorted(points, key=lambda point: point.x)), joined=False)

@@ -1,4 +1,4 @@
-"""The story in a few seconds: three sentences, one chart, one table."""
+"""The drawing at the top of README.md: how all shapes compare with other libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from lab.page.figure import Range, Ranges
 from lab.page.peers import others_of
 from lab.page.reading import own_us
-from lab.page.rows import Row, case_of, device_of, source
+from lab.page.rows import Row, case_of, source
 
 
 def comparisons(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
@@ -56,9 +56,6 @@ _FAMILIES: dict[str, Callable[[Row], bool]] = {
 }
 
 
-_TOLD = {"Decode attention, one query": "decode attention", "Index selection": "index selection"}
-
-
 def headline(rows: Sequence[Row]) -> Ranges | None:
     """Every comparison with another library: the range over all recorded shapes.
 
@@ -90,29 +87,3 @@ def mean(values: Iterable[float]) -> float:
     """The geometric mean."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
-
-
-def sentences(rows: Sequence[Row]) -> list[str]:
-    """What was measured, how it compares, and where it falls short."""
-    found = comparisons(rows)
-    if not found:
-        return []
-    used = [row for row in rows if own_us(row) and others_of(row)]
-    devices = " and ".join(dict.fromkeys(map(device_of, used)))
-    ratios = [min(others_of(row).values()) / (own_us(row) or 1.0) for row in used]
-    lost = [ratio for ratio in ratios if ratio < 1]
-    asked = [row for row in rows if row.get("met") is not None]
-    short_of = [row for row in asked if row["met"] is False]
-    told = [
-        f"{what} {mean(cases.values()):.2f} times as fast as {peer}"
-        for (name, peer), cases in found.items()
-        if (what := _TOLD.get(name))
-    ]
-    losing = f"{len(lost)} shapes lose, the slowest at {min(ratios):.2f}" if lost else "none loses"
-    return [
-        f"DeepSeek-V4's sparse attention on {devices}, each shape beside the library that an "
-        "engine would use, in the same process on the same inputs.",
-        f"It is faster in {len(ratios) - len(lost)} of {len(ratios)} shapes"
-        + (f": {', '.join(told)} (geometric means)." if told else "."),
-        f"Where it falls short: {losing}, and {len(short_of)} of {len(asked)} targets are missed.",
-    ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Sequence
 
 from lab.page.figure import Stack, Stacks
 from lab.page.reading import microseconds
-from lab.page.rows import MODELS, Row, case_of, source
+from lab.page.rows import MODELS, Row, case_of, device_of, is_gpu, source
 
 _CASE = re.compile(r"(\w+), ratio (\d+), batch (\d+), context (\d+)$")
 # Families of kernels as people call them, in the order of a legend.
@@ -81,6 +82,15 @@ def layer_parts(rows: Sequence[Row]) -> Stacks | None:
         parts=(*list(_PARTS.values())[:5], "rest"),
         stacks=tuple(stacks),
     )
+
+
+def usual_layer_parts(rows: Sequence[Row]) -> Stacks | None:
+    """Draw the layers of the GPU that has most rows among those that have any layer's."""
+    devices = collections.Counter(device_of(row) for row in rows if is_gpu(row))
+    for device, _ in devices.most_common():
+        if plot := layer_parts([row for row in rows if is_gpu(row) and device_of(row) == device]):
+            return plot
+    return None
 
 
 def layer_table(rows: Sequence[Row]) -> list[str]:

@@ -121,7 +121,7 @@ def test_other_programs_words_are_taken(ours, typed) -> None:
     [
         (("help",), ("--help",)),
         (("help", "generate"), ("generate", "--help")),
-        (("help", "bench", "gpu"), ("bench", "gpu", "--help")),
+        (("help", "bench", "run"), ("bench", "run", "--help")),
         (("bench", "help"), ("bench", "--help")),
         (("generate", TINY, "-p", "x", "--help"), ("generate", "-h")),
         (("version",), ("--version",)),

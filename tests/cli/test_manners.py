@@ -24,6 +24,7 @@ from anymla.cli.main import main
 from anymla.formats.files import naming
 from anymla.runtime.devices import named_device
 from anymla.testing import tiny_checkpoint
+from lab.__main__ import main as lab
 
 FULL = Path("/dev/full")
 NO_SPACE = "No space left on device"
@@ -228,8 +229,8 @@ def test_a_module_that_is_missing_is_one_line(monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, "lab.build_matrix")
     # Imported as an attribute of its package it would be found without its module.
     monkeypatch.delattr("lab.build_matrix", raising=False)
-    result = run("bench", "build-matrix", "--first", "file", "--target", "sm_90")
-    is_one_line(result, 2, "this installation has no module triton")
+    words = ["build-matrix", "--first", "file", "--target", "sm_90"]
+    is_one_line(CliRunner().invoke(lab, words), 2, "this installation has no module triton")
 
 
 def test_names_that_are_not_utf8_are_shown() -> None:

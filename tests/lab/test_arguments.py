@@ -54,7 +54,10 @@ def no_device(monkeypatch):
             "--shapes decode --most-keys 64: no case is of that; "
             "there are 2048, 8192, 32768, 262144",
         ),
-        ("gpu --family foo", "--family foo: there are attention, cache, engram, indexer, layer"),
+        (
+            "gpu --family foo",
+            "--family foo: there are attention, cache, decoder, engram, indexer, layer",
+        ),
         ("model --layers 44", "--layers 44: flash has 43"),
         (
             "attention --v32 --fused-end",
@@ -75,6 +78,7 @@ def no_device(monkeypatch):
             "report --figure headline",
             "--figure chooses among the plots of --svg, which is not given",
         ),
+        ("report", "one of --svg and --tables is needed"),
     ],
 )
 def test_what_selects_nothing_is_refused_before_the_gpu_is_asked_for(words, message):

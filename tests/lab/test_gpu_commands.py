@@ -49,7 +49,7 @@ def bench(monkeypatch, tmp_path):
     def run(words: str, code: int = 0):
         file = tmp_path / "rows.jsonl"
         arguments = [*words.split(), "--json", str(file)]
-        program = (anymla, "anymla bench") if arguments[0] == "gpu" else (main, LAB)
+        program = (anymla, "anymla bench") if arguments[0] == "run" else (main, LAB)
         if program[0] is anymla:
             arguments = ["bench", *arguments]
         monkeypatch.setattr("sys.argv", [program[1], *arguments])
@@ -177,16 +177,12 @@ def test_single_kernels_go_on_after_one_that_fails(bench, monkeypatch):
     def fails(_):
         raise RuntimeError("no memory")
 
-    chosen = []
-
-    def cases(families):
-        chosen.extend(families)
+    def cases(_):
         yield Case("cache", "broken", fails)
         yield Case("cache", "good", lambda _: [Subject("us", [lambda: None])])
 
     monkeypatch.setattr("anymla.bench.gpu.cases", cases)
-    rows, _ = bench("gpu --family cache", 1)
-    assert chosen == ["cache"]
+    rows, _ = bench("run cache", 1)
     assert [row["case"] for row in rows] == ["copy", "bf16 product 8192^3", "broken", "good"]
 
 
@@ -232,7 +228,8 @@ def test_layers_and_their_timeline(bench, monkeypatch):
 def test_a_missed_target_is_exit_code_1_and_rows_of_results_stay(bench, monkeypatch):
     missed = Result("device", "copy", {"us": 2.0}, "<= 1 us", False)
     monkeypatch.setattr("anymla.bench.runner.ceilings", lambda *_: iter([missed]))
-    monkeypatch.setattr("anymla.bench.gpu.cases", lambda _: iter(()))
-    rows, said = bench("gpu", 1)
+    nothing = Case("cache", "nothing", lambda _: [])
+    monkeypatch.setattr("anymla.bench.gpu.cases", lambda _: iter([nothing]))
+    rows, said = bench("run all", 1)
     assert rows[0]["met"] is False
     assert "MISSED" in said

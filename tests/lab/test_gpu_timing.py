@@ -76,7 +76,7 @@ def test_a_row_is_measured_without_cuda(monkeypatch):
     class CpuClock(gpu_timing.EventClock):
         device = torch.device("cpu")
 
-    case = Case("nothing", setup, 1 << 27, share=0.5)
+    case = Case("nothing", setup, 1 << 27, beside_copy=True)
     module = types.SimpleNamespace(cases=lambda: [case])
     monkeypatch.setattr(gpu.importlib, "import_module", lambda name: module)
     for name, measured in {"copy_bandwidth": 1e12, "copy_us": 500.0}.items():

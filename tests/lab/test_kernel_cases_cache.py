@@ -18,4 +18,3 @@ def test_what_is_timed_is_a_call_that_works():
     for case in decoding + prefill:
         case.setup()()
         assert case.bytes_moved > 0
-        assert (case.share is None) != (case.most_us is None)

@@ -45,7 +45,7 @@ def test_called_bare_in_vain_the_help_is_shown(words) -> None:
 def test_the_examples_of_the_help_are_read(words, tmp_path, monkeypatch) -> None:
     command = COMMANDS[words]
     (tmp_path / "FOLDER").mkdir()
-    for name in ("before.jsonl", "after.jsonl"):
+    for name in ("before.jsonl", "after.jsonl", "README.md"):
         (tmp_path / name).touch()
     (tmp_path / "benchmarks").symlink_to(RESULTS)
     monkeypatch.chdir(tmp_path)

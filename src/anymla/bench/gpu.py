@@ -1,11 +1,13 @@
-"""The GPU kernels' speed: every family's cases, against this device's own ceilings."""
+"""Named cases of operations, layers and steps, against this device's own ceilings."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ def families() -> list[str]:
 
 
 def device_facts() -> dict[str, Any]:
-    """The device as rows name it."""
+    """The accelerator as rows name it; nothing where there is none, and rows name the CPU."""
+    if not (torch.cuda.is_available() or torch.xpu.is_available()):
+        return {}
     import triton
 
     if not torch.cuda.is_available():
@@ -53,9 +57,37 @@ def cases(chosen: list[str]) -> Iterator[runner.Case]:
     for family in chosen:
         module = importlib.import_module(f"{kernels.__name__}.{family}")
         for each in module.cases():
+            if isinstance(each, runner.Case):
+                yield each
+                continue
             case = each if isinstance(each, Case) else Case(*each)
-            judge = functools.partial(_row, case)
-            yield runner.Case(family, case.label, functools.partial(_subject, case), judge=judge)
+            yield runner.Case(family, case.label, functools.partial(_subject, case), judge=_rounded)
+
+
+def name_of(case: runner.Case) -> str:
+    """The name by which ``anymla bench run`` knows a case: "cache/rope-64-tokens"."""
+    return f"{case.part}/{re.sub('[^a-z0-9]+', '-', case.label.lower()).strip('-')}"
+
+
+def chosen_cases(names: Sequence[str]) -> list[runner.Case]:
+    """The cases of these names, in their order.
+
+    Args:
+        names: a case's name, a family's for all of its cases, or "all".
+
+    Raises:
+        ValueError: there is nothing of a name; the message has the nearest ones.
+    """
+    every = {name_of(case): case for case in cases(families())}
+    found: dict[str, runner.Case] = {}
+    for name in names:
+        given = {key: case for key, case in every.items() if name in (key, case.part, "all")}
+        if not given:
+            near = difflib.get_close_matches(name, [*every, *families()], cutoff=0.4)
+            said = f"did you mean {' or '.join(near)}?" if near else "anymla bench run lists them"
+            raise ValueError(f"{name}: no such case: {said}")
+        found |= given
+    return list(found.values())
 
 
 def _subject(case: Case, clock: Clock) -> Iterator[Subject]:
@@ -69,7 +101,7 @@ def _subject(case: Case, clock: Clock) -> Iterator[Subject]:
         if case.flops:
             found["tflops"] = case.flops / us * 1e-6
             found["share_of_product"] = case.flops / us * 1e6 / clock.matmul_rate()
-        if case.share is not None and case.most_us is None:
+        if case.beside_copy:
             found["copy_us"] = clock.copy_us(moved)
             found["share_of_same_copy"] = found["copy_us"] / us
         return found
@@ -79,13 +111,7 @@ def _subject(case: Case, clock: Clock) -> Iterator[Subject]:
     yield Subject("us", calls, after=after)
 
 
-def _row(case: Case, values: Values) -> tuple[Values, Verdict]:
-    verdict = None
-    if case.most_us is not None:
-        verdict = f"<= {case.most_us} us", values["us"] <= case.most_us
+def _rounded(values: Values) -> tuple[Values, Verdict]:
     digits = {"us": 2, "gb_per_s": 1, "tflops": 1, "copy_us": 2}
     shares = ("share_of_copy", "share_of_product", "share_of_same_copy")
-    values = rounded(values, digits | dict.fromkeys(shares, 3))
-    if verdict is None and case.share is not None:
-        verdict = f"share_of_copy >= {case.share}", values["share_of_copy"] >= case.share
-    return values, verdict
+    return rounded(values, digits | dict.fromkeys(shares, 3)), None

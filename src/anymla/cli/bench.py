@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import click
+import torch
 
 import anymla
 from anymla.cli import commands
-from anymla.cli.bad_input import BadInput
+from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import LAB, json_option, measure, require_gpu, require_known
 
 # Commands of version 0.1.0 that ``python -m lab`` has now, from a checkout; until version 0.3.0.
@@ -21,28 +22,53 @@ _OF_THE_LAB = (
 )  # fmt: skip
 
 
-@commands.group(examples=["anymla bench gpu --family attention"])
+@commands.group(examples=["anymla bench run", "anymla bench run attention"])
 def command() -> None:
-    """Measure speed on this machine."""
+    """Time operations, layers and steps on this machine."""
 
 
 @command.command(
-    examples=["anymla bench gpu --json gpu.jsonl", "anymla bench gpu --family attention"]
+    examples=[
+        "anymla bench run",
+        "anymla bench run cache/rope-1-tokens --json rows.jsonl",
+        "anymla bench run attention decoder/layer-of-v4-flash-ratio-4-8-requests",
+    ]
 )
+@click.argument("names", metavar="[CASE]...", nargs=-1)
 @json_option
-@click.option("--family", "chosen", multiple=True, help="Only this module of cases; repeatable.")
-def gpu(json_file: Path | None, chosen: tuple[str, ...]) -> None:
-    """Time the GPU kernels, against this device's own copy and product."""
-    from anymla.bench.gpu import cases, families
+def run(names: tuple[str, ...], json_file: Path | None) -> None:
+    """Time cases of operations, layers and steps on this machine's GPU, or on its CPU.
 
-    require_known("--family", chosen, families())
+    CASE is a case's name, a family's for all of its cases, or "all"; without one the names are
+    listed. Inputs are random and rotate, so that no cache holds them; times are medians, beside
+    this device's own copy and matrix product.
+    """
+    from anymla.bench.gpu import cases, chosen_cases, families, name_of
+
+    if not names:
+        for case in cases(families()):
+            click.echo(name_of(case))
+        return
+    with bad_input():
+        chosen = chosen_cases(names)
+    gpu = torch.cuda.is_available() or torch.xpu.is_available()
+    ceilings = ("copy", "product") if gpu else ("copy",)
+    measure(chosen, json_file, ceilings=ceilings, failures_are_rows=True)
+
+
+@command.command(examples=["anymla bench gpu --family attention"], hidden=True)
+@json_option
+@click.option("--family", "families", multiple=True, help="Only these families' cases; repeatable.")
+@click.pass_context
+def gpu(context: click.Context, json_file: Path | None, families: tuple[str, ...]) -> None:
+    """Run what is ``anymla bench run`` now, and say so."""
+    from anymla.bench.gpu import families as every
+
+    require_known("--family", families, every())
     require_gpu(intel=True)
-    measure(
-        cases(list(chosen) or families()),
-        json_file,
-        ceilings=("copy", "product"),
-        failures_are_rows=True,
-    )
+    names = families or ("all",)
+    click.echo(f"anymla bench gpu is now anymla bench run {' '.join(names)}", err=True)
+    context.invoke(run, names=names, json_file=json_file)
 
 
 def _moved(name: str) -> click.Command:

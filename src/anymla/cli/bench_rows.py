@@ -60,7 +60,7 @@ def require_gpu(*, intel: bool = False) -> None:
     if torch.cuda.is_available() or (intel and torch.xpu.is_available()):
         return
     if torch.xpu.is_available():
-        raise BadInput("needs CUDA; on Intel's GPUs there are anymla bench gpu and doctor")
+        raise BadInput("needs CUDA; on Intel's GPUs there are anymla bench run and doctor")
     raise BadInput("torch sees no GPU on this machine")
 
 
@@ -101,7 +101,7 @@ def measure(
     facts: dict[str, Any] | None = None,
     failures_are_rows: bool = False,
 ) -> None:
-    """Run cases on the GPU, and tell their rows.
+    """Run cases on the GPU, or where there is none on the CPU, and tell their rows.
 
     Args:
         cases: what to measure.
@@ -112,11 +112,13 @@ def measure(
         facts: more of every row.
         failures_are_rows: a case that raises is one, and does not end the command.
     """
+    from anymla.bench.cpu_clock import CpuClock
     from anymla.bench.gpu_timing import gpu_clock
     from anymla.bench.runner import ceilings as measured
     from anymla.bench.runner import run
 
-    clock = gpu_clock()
+    gpu = torch.cuda.is_available() or torch.xpu.is_available()
+    clock = gpu_clock() if gpu else CpuClock()
     rows = run(cases, clock, failures_are_rows=failures_are_rows)
     common = gpu_facts(peers) | (facts or {})
     tell(itertools.chain(measured(clock, ceilings), rows), json_file, common, hidden)

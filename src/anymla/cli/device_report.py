@@ -42,7 +42,7 @@ def report_steps(device: str) -> list[list[str]]:
         f"conformance --device {device} {cases}",
     ]
     if device != "cpu":
-        steps.append("bench gpu --json gpu.jsonl")
+        steps.append("bench run all --json gpu.jsonl")
     return [step.split() for step in steps]
 
 

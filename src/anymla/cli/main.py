@@ -29,7 +29,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Which backends run on this machine, and whether they are right."),
     "conformance": ("conformance", "Judge a backend, or another library, by every known bug."),
     "replay": ("replay", "Judge again what an audit of a live engine dumped."),
-    "bench": ("bench", "Measure speed and memory on this machine."),
+    "bench": ("bench", "Time operations, layers and steps on this machine."),
 }
 # Names of these commands in other programs: ollama's, vLLM's, llama.cpp's.
 _OTHER_NAMES = {"run": "chat", "complete": "generate", "perplexity": "score"}

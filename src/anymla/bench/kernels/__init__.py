@@ -1,12 +1,24 @@
-"""Speed cases of the GPU kernels, a module a family, and how they are timed.
+"""Named cases of ``anymla bench run``, a module a family.
 
-Each module has ``cases()``, which yields ``Case`` (or the same four things as a tuple).
+Each module has ``cases()``, which yields ``Case`` (or the same four things as a tuple), or whole
+cases of the runner.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+
+import torch
+
+from anymla.ops.device import INTERPRETED
+
+
+@functools.cache
+def backend() -> str | None:
+    """The portable kernels where there is a GPU; on a CPU what operations choose there."""
+    return "triton" if INTERPRETED or torch.accelerator.is_available() else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +31,11 @@ class Case:
             times, so that successive calls do not find their inputs in the cache.
         bytes_moved: bytes that the call must read and write.
         flops: floating-point operations that it must do; 0 where bytes are what matters.
-        most_us: asked of it, microseconds; None for nothing.
-        share: asked of it, share of the device's measured copy bandwidth; None for nothing.
+        beside_copy: a copy that moves as many bytes is timed as well: bandwidth is its limit.
     """
 
     label: str
     setup: Callable[[], Callable[[], object]]
     bytes_moved: int
     flops: int = 0
-    most_us: float | None = None
-    share: float | None = None
+    beside_copy: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case
+from anymla.bench.kernels import Case, backend
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.state_layout import allocate_states
@@ -36,8 +36,6 @@ from anymla.ops.norm_rope.shapes import V4_FLASH
 
 TOKENS = (1, 64, 4096, 32768)
 _DECODE = 64
-_MOST_US = 6.0
-_SHARE = 0.75
 _HEADS, _DIM, _RANK = V4_FLASH.heads, V4_FLASH.channels, V4_FLASH.q_rank
 _EPS = 1e-6
 
@@ -74,9 +72,7 @@ def cases(tokens: Sequence[int] = TOKENS) -> Iterator[Case]:
 def _case(
     label: str, setup: Callable[[], Callable[[], object]], bytes_moved: int, tokens: int
 ) -> Case:
-    if tokens <= _DECODE:
-        return Case(label, setup, bytes_moved, most_us=_MOST_US)
-    return Case(label, setup, bytes_moved, share=_SHARE)
+    return Case(label, setup, bytes_moved, beside_copy=tokens > _DECODE)
 
 
 def _table(positions: int) -> Tensor:
@@ -103,7 +99,7 @@ def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _rms_norm(tokens: int) -> Callable[[], object]:
     x, weight = _normal(tokens, V4_FLASH.hidden), _normal(V4_FLASH.hidden)
-    return lambda: rms_norm(x, weight, _EPS, backend="triton")
+    return lambda: rms_norm(x, weight, _EPS, backend=backend())
 
 
 def _fused_norms(tokens: int) -> Callable[[], object]:
@@ -111,12 +107,12 @@ def _fused_norms(tokens: int) -> Callable[[], object]:
     weights = _normal(_RANK), _normal(_DIM)
     quantised = QuantizedRows.empty(tokens, _RANK, qr.device)
     codes = {"codes": quantised.codes, "code_scales": quantised.scales}
-    return lambda: fused_q_kv_rmsnorm(qr, kv, *weights, _EPS, **codes, backend="triton")
+    return lambda: fused_q_kv_rmsnorm(qr, kv, *weights, _EPS, **codes, backend=backend())
 
 
 def _rope(tokens: int) -> Callable[[], object]:
     x, positions, table = _normal(tokens, _HEADS, _DIM), torch.arange(tokens), _table(tokens)
-    return lambda: rope(x, positions, table, inverse=True, backend="triton")
+    return lambda: rope(x, positions, table, inverse=True, backend=backend())
 
 
 def _qnorm_insert(tokens: int) -> Callable[[], object]:
@@ -128,26 +124,26 @@ def _qnorm_insert(tokens: int) -> Callable[[], object]:
     (cache, _, slots), table = _pages(tokens), _table(tokens)
     positions = torch.arange(tokens)
     return lambda: qnorm_rope_kv_insert(
-        q, kv, cache, slots, positions, table, _EPS, out=out, backend="triton"
+        q, kv, cache, slots, positions, table, _EPS, out=out, backend=backend()
     )
 
 
 def _insert(tokens: int) -> Callable[[], object]:
     (cache, _, slots), rows = _pages(tokens), _normal(tokens, _DIM)
-    return lambda: quantize_and_insert_k_cache(rows, cache, slots, backend="triton")
+    return lambda: quantize_and_insert_k_cache(rows, cache, slots, backend=backend())
 
 
 def _gather_slots(tokens: int) -> Callable[[], object]:
     (cache, _, slots), out = _pages(tokens), _normal(tokens, _DIM)
     indices = slots.int()
-    return lambda: dequant_gather_slots(out, cache, indices, backend="triton")
+    return lambda: dequant_gather_slots(out, cache, indices, backend=backend())
 
 
 def _gather_rows(tokens: int) -> Callable[[], object]:
     (cache, table, _), out = _pages(tokens), _normal(1, tokens, _DIM)
     lengths = torch.full((1,), tokens, dtype=torch.int32)
     return lambda: dequantize_and_gather_k_cache(
-        out, cache, lengths, None, table.unsqueeze(0), backend="triton"
+        out, cache, lengths, None, table.unsqueeze(0), backend=backend()
     )
 
 
@@ -178,7 +174,7 @@ def _compressor_cases(kind: tuple[str, CompressorShape, str, bool], tokens: int)
         kv, score = torch.randn(tokens, 2 * width).split(width, dim=1)
         ape = torch.randn(ratio, width)
         return lambda: save_partial_states(
-            kv, score, ape, positions, state, slots, compress_ratio=ratio, backend="triton"
+            kv, score, ape, positions, state, slots, compress_ratio=ratio, backend=backend()
         )
 
     def compress(_: int) -> Callable[[], object]:
@@ -202,7 +198,7 @@ def _compressor_cases(kind: tuple[str, CompressorShape, str, bool], tokens: int)
             overlap=window.overlap,
             layout=layout,
             hadamard=hadamard,
-            backend="triton",
+            backend=backend(),
         )
 
     size = f"{name}, {tokens} tokens"
@@ -214,6 +210,6 @@ def _compressor_cases(kind: tuple[str, CompressorShape, str, bool], tokens: int)
     label = f"compress_norm_rope_insert {size}, {layout}{' with Hadamard' if hadamard else ''}"
     setup = functools.partial(compress, tokens)
     if decoding and moved > 2**24:  # no longer a matter of latency
-        yield Case(label, setup, moved, share=_SHARE)
+        yield Case(label, setup, moved, beside_copy=True)
     else:
         yield _case(label, setup, moved, tokens)

@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from anymla.bench.kernels import Case
+from anymla.bench.kernels import Case, backend
 from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.engram.shapes import V41_FLASH, EngramShape
 
 TOKENS = (1, 8, 128, 4096)
 _FEW = 64
-_MOST_US = 6.0
-_SHARE = 0.75
 _Call = Callable[[], object]
 
 
 def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Iterator[Case]:
-    """Both operations at every number of tokens; nothing is asked of torch."""
+    """Both operations at every number of tokens, and torch's beside them."""
     read = shape.columns * shape.width
     row = 2 * shape.hidden
     for count in tokens:
@@ -36,14 +34,12 @@ def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Ite
         ):
             made = functools.partial(setup, count, shape)
             label = f"{name}, {count} tokens"
-            if count <= _FEW:
-                yield Case(label, functools.partial(made, "triton"), moved, most_us=_MOST_US)
-            else:
-                yield Case(label, functools.partial(made, "triton"), moved, share=_SHARE)
+            ours = functools.partial(made, backend())
+            yield Case(label, ours, moved, beside_copy=count > _FEW)
             yield Case(f"{label}, torch", functools.partial(made, "torch"), moved)
 
 
-def _rows(tokens: int, shape: EngramShape, backend: str) -> _Call:
+def _rows(tokens: int, shape: EngramShape, backend: str | None) -> _Call:
     codes = torch.randint(0, 126, (tokens, shape.columns, shape.width), dtype=torch.uint8)
     blocks = shape.width // shape.block
     scales = torch.randint(115, 125, (tokens, shape.columns, blocks), dtype=torch.uint8)
@@ -51,7 +47,7 @@ def _rows(tokens: int, shape: EngramShape, backend: str) -> _Call:
     return functools.partial(engram_rows, out, codes, scales, backend=backend)
 
 
-def _gate(tokens: int, shape: EngramShape, backend: str) -> _Call:
+def _gate(tokens: int, shape: EngramShape, backend: str | None) -> _Call:
     h = torch.randn(tokens, shape.streams, shape.hidden, dtype=torch.bfloat16)
     projected = torch.randn(tokens, (shape.streams + 1) * shape.hidden, dtype=torch.bfloat16)
     weight = 1 + 0.1 * torch.randn(shape.streams, shape.hidden)

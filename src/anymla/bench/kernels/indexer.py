@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case
+from anymla.bench.kernels import Case, backend
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.ops.indexer import (
     indexer_q_rope_quant,
@@ -55,7 +55,7 @@ def _queries() -> Iterator[Case]:
                 table,
                 softmax_scale=_WIDTH**-0.5,
                 head_scale=_HEADS**-0.5,
-                backend="triton",
+                backend=backend(),
             )
 
         moved = tokens * _HEADS * (_WIDTH * 3 + 2 + 4)
@@ -89,7 +89,7 @@ def _decode(batch: int, entries: int) -> Iterator[Case]:
         weights = torch.randn(batch, _HEADS)
         lens = torch.full((batch,), entries, dtype=torch.int32)
         arguments = (_codes(batch, 1, _HEADS, _WIDTH), cache, weights, lens, table)
-        return arguments, {"max_context": entries, "backend": "triton"}
+        return arguments, {"max_context": entries, "backend": backend()}
 
     def scores() -> Callable[[], object]:
         arguments, options = inputs()
@@ -102,7 +102,7 @@ def _decode(batch: int, entries: int) -> Iterator[Case]:
 
         def run() -> Tensor:
             logits = paged_mqa_logits(*arguments, **options)
-            best: Tensor = topk_per_row(logits, starts, lens, _TOPK, backend="triton")
+            best: Tensor = topk_per_row(logits, starts, lens, _TOPK, backend=backend())
             return best
 
         return run
@@ -128,7 +128,7 @@ def _prefill(rows: int, keys: int) -> Iterator[Case]:
             starts,
             torch.full_like(starts, keys),
         )
-        return lambda: mqa_logits(*arguments, backend="triton")
+        return lambda: mqa_logits(*arguments, backend=backend())
 
     def paged() -> Callable[[], object]:
         cache, table = _paged_keys(1, keys)
@@ -136,7 +136,7 @@ def _prefill(rows: int, keys: int) -> Iterator[Case]:
         lens = torch.full((1, rows), keys, dtype=torch.int32)
         q = _codes(1, rows, _HEADS, _WIDTH)
         return lambda: paged_mqa_logits(
-            q, cache, weights, lens, table, max_context=keys, backend="triton"
+            q, cache, weights, lens, table, max_context=keys, backend=backend()
         )
 
     moved = rows * _HEADS * (_WIDTH + 4) + keys * (_WIDTH + 4) + rows * keys * 4
@@ -149,7 +149,7 @@ def _topk(rows: int, columns: int) -> Case:
         logits = torch.randn(rows, columns)
         starts = torch.zeros(rows, dtype=torch.int32)
         ends = torch.full_like(starts, columns)
-        return lambda: topk_per_row(logits, starts, ends, _TOPK, backend="triton")
+        return lambda: topk_per_row(logits, starts, ends, _TOPK, backend=backend())
 
     moved = rows * (columns + _TOPK) * 4
     return Case(f"topk_per_row {_TOPK}, {rows} x {columns}", setup, moved)
@@ -170,13 +170,13 @@ def _selection() -> Iterator[Case]:
             chosen = torch.randint(0, 8192, (tokens, _TOPK)).int()
             valid = torch.ones_like(positions, dtype=torch.bool)
             return lambda: compute_global_topk_indices_and_lens(
-                chosen, request, table, _PAGE, valid, backend="triton"
+                chosen, request, table, _PAGE, valid, backend=backend()
             )
 
         def window(tokens: int = tokens) -> Callable[[], object]:
             positions, request, table = arguments(tokens)
             return lambda: window_rows(
-                positions, request, table, block_size=_PAGE, window=128, backend="triton"
+                positions, request, table, block_size=_PAGE, window=128, backend=backend()
             )
 
         yield Case(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case
+from anymla.bench.kernels import Case, backend
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
@@ -34,8 +34,6 @@ TOKENS = (1, 64, 4096, 32768)
 SITE_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096, 32768)
 LINEAR_TOKENS = (1, 16, 256)
 _DECODE = 64
-_MOST_US = 6.0
-_SHARE = 0.75
 _HIDDEN, _HEADS, _GROUPS = V4_FLASH.hidden, V4_FLASH.heads, V4_FLASH.groups
 _DIM, _RANK, _INNER = V4_FLASH.head_dim, V4_FLASH.o_rank, V4_FLASH.inner
 _STREAMS, _ROPE = 4, 64
@@ -43,7 +41,7 @@ _EXPERTS, _CHOSEN = flash(1).experts, flash(1).experts_per_token
 _MIXES = (2 + _STREAMS) * _STREAMS
 _WEIGHTS = _MIXES * _STREAMS * _HIDDEN * 4
 _GATES = (_STREAMS + _STREAMS * _STREAMS) * 4
-_OPTIONS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6, "backend": "triton"}
+_OPTIONS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6, "backend": backend()}
 _Call = Callable[[], object]
 
 
@@ -65,10 +63,7 @@ def cases(
 
 
 def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> Case:
-    label = f"{label}, {tokens} tokens"
-    if tokens <= _DECODE:
-        return Case(label, setup, moved, most_us=_MOST_US)
-    return Case(label, setup, moved, share=_SHARE)
+    return Case(f"{label}, {tokens} tokens", setup, moved, beside_copy=tokens > _DECODE)
 
 
 def _site_cases(tokens: int) -> Iterator[Case]:
@@ -169,7 +164,7 @@ def _pre(tokens: int) -> _Call:
 
 def _post(tokens: int) -> _Call:
     h = _normal(tokens, _STREAMS, _HIDDEN)
-    return functools.partial(hc_post, h=h, **_left(tokens), backend="triton")
+    return functools.partial(hc_post, h=h, **_left(tokens), backend=backend())
 
 
 def _fused(tokens: int) -> _Call:
@@ -186,7 +181,7 @@ def _head(tokens: int) -> _Call:
 def _swiglu(tokens: int) -> _Call:
     gate, up = (_normal(tokens, _INNER) for _ in range(2))
     codes = _codes(tokens, _INNER)
-    return functools.partial(swiglu, gate, up, 10.0, **codes, backend="triton")
+    return functools.partial(swiglu, gate, up, 10.0, **codes, backend=backend())
 
 
 def _heads(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,24 +192,24 @@ def _heads(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _quantised_heads(tokens: int) -> _Call:
     heads = _heads(tokens)
-    return functools.partial(inverse_rope_fp8_quant, *heads, n_groups=_GROUPS, backend="triton")
+    return functools.partial(inverse_rope_fp8_quant, *heads, n_groups=_GROUPS, backend=backend())
 
 
 def _projected(tokens: int) -> _Call:
     wo_a = _normal(_GROUPS, _RANK, _HEADS // _GROUPS * _DIM)
     heads = _heads(tokens)
-    return functools.partial(grouped_output_projection, *heads, wo_a, backend="triton")
+    return functools.partial(grouped_output_projection, *heads, wo_a, backend=backend())
 
 
 def _projected_codes(tokens: int) -> _Call:
     heads = _heads(tokens)
-    codes, scales = inverse_rope_fp8_quant(*heads, n_groups=_GROUPS, backend="triton")
+    codes, scales = inverse_rope_fp8_quant(*heads, n_groups=_GROUPS, backend=backend())
     pairs = [
         quantize_fp8_weight(torch.randn(_RANK, _HEADS // _GROUPS * _DIM)) for _ in range(_GROUPS)
     ]
     weight, weight_scales = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return functools.partial(
-        grouped_output_projection_fp8, codes, scales, weight, weight_scales, backend="triton"
+        grouped_output_projection_fp8, codes, scales, weight, weight_scales, backend=backend()
     )
 
 
@@ -222,20 +217,20 @@ def _linear(kind: str, tokens: int) -> _Call:
     x = _normal(tokens, _HIDDEN)
     weight = torch.randn(_HIDDEN, _HIDDEN)
     if kind == "nvfp4":
-        return functools.partial(nvfp4_linear, x, *quantize_nvfp4(weight), backend="triton")
+        return functools.partial(nvfp4_linear, x, *quantize_nvfp4(weight), backend=backend())
     if kind == "mxfp4":
-        return functools.partial(mxfp4_linear, x, *quantize_mxfp4(weight), backend="triton")
+        return functools.partial(mxfp4_linear, x, *quantize_mxfp4(weight), backend=backend())
     stored = quantize_fp8_weight(weight)
     quantize = kind.endswith("quantised")
     return functools.partial(
-        fp8_block_linear, x, *stored, quantize_activations=quantize, backend="triton"
+        fp8_block_linear, x, *stored, quantize_activations=quantize, backend=backend()
     )
 
 
 def _route(tokens: int) -> _Call:
     x, gate = _normal(tokens, _HIDDEN), _normal(_EXPERTS, _HIDDEN)
     bias = torch.zeros(_EXPERTS)
-    return functools.partial(route_biased, x, gate, bias, k=_CHOSEN, scale=1.5, backend="triton")
+    return functools.partial(route_biased, x, gate, bias, k=_CHOSEN, scale=1.5, backend=backend())
 
 
 def _routed_experts(tokens: int, count: int = _EXPERTS) -> _Call:
@@ -260,5 +255,5 @@ def _routed_experts(tokens: int, count: int = _EXPERTS) -> _Call:
         weight_format="mxfp4",
         swiglu_limit=10.0,
         quantize_activations=False,
-        backend="triton",
+        backend=backend(),
     )
