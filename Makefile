@@ -144,6 +144,7 @@ report: $(READY)
 
 tables: $(READY)
 	$(BIN)/anymla bench report --svg docs/figures --figure headline --figure layer-parts $(foreach file,$(shell grep -rl --include=*.md -e ': begin -->' README.md docs),--tables $(file))
+	$(BIN)/python docs/lists.py
 
 docs: $(READY)
 	@$(call pip,$(VENV),--constraint constraints.txt --editable '.[docs]')
