@@ -1,6 +1,7 @@
 """Every block of the README and the documents runs as it is printed.
 
-A fence says what it holds: ``python`` (with ``file=NAME``: a file to save), ``bash`` (a command a
+A fence says what it holds: ``python`` (with ``file=NAME``: a file to save; ``after=LINE``: into one
+that is there, which tests/test_new_operation.py does), ``bash`` (a command a
 line) or ``console`` (``$ `` before a command, what it prints below it), ``text`` what is no code,
 ``python fragment`` what lacks its surroundings. A page runs from top to bottom in one directory.
 Its Python blocks continue each other, but the README's stand for themselves.
@@ -122,7 +123,9 @@ def test_a_page_runs(page, tmp_path, monkeypatch) -> None:
             for command in commands(language, code):
                 run(command)
         elif rest.startswith("file="):
-            (tmp_path / rest.removeprefix("file=")).write_text(code, encoding="utf-8")
+            file = tmp_path / rest.removeprefix("file=").partition(" after=")[0]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(code, encoding="utf-8")
         elif kind == "python":
             names = {} if page.name == "README.md" else names
             printed = io.StringIO()
