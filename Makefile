@@ -62,7 +62,7 @@ family: $(READY)
 	@test -n "$(F)" && test -d src/anymla/ops/$(F) || { echo "name a folder of src/anymla/ops: make family F=indexer" >&2; exit 1; }
 	$(BIN)/python -m pytest -q -n $(JOBS) -k $(F) tests/ops/$(F) tests/ops/test_contracts.py tests/ops/test_call_forms.py tests/ops/test_families.py
 	$(BIN)/anymla conformance --family $(F)
-	$(BIN)/anymla bench build-matrix --first kernel --module $(F). --target sm_90
+	$(BIN)/python -m lab build-matrix --first kernel --module $(F). --target sm_90
 
 # torch as constraints.txt has it, everything else as low as it goes.
 $(LOWEST_READY): pyproject.toml constraints.txt constraints-lowest.txt
