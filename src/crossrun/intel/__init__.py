@@ -32,7 +32,7 @@ _ARC_A, _ARC_B = ("xpu_dg2", 32), ("xpu_bmg", 20)
 
 
 def missing() -> str:
-    """Why compiled kernels cannot run here; "" if they can."""
+    """Return why compiled kernels cannot run here; "" if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 interprets kernels"
     return backend_problem("xpu") or _missing_runtime()
@@ -48,10 +48,10 @@ def install(*, dpas: bool = False, cache: Path = _CACHE) -> Any:
         cache: folder of compiled programs, made if needed.
 
     Returns:
-        The ``Runtime``.
+        The ``Runtime`` that runs the kernels.
 
     Raises:
-        RuntimeError: something is not installed.
+        RuntimeError: if a part of the runtime is not installed.
     """
     problem = missing()
     if problem:

@@ -24,7 +24,7 @@ _LEAST_SHARED_BYTES = 8
 
 
 class _Utils:
-    """What Triton asks of a device."""
+    """Functions that Triton calls on a device driver."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -93,7 +93,7 @@ class CpuDriver(DriverBase):  # type: ignore[misc]
         return None
 
     def get_current_target(self) -> GPUTarget:
-        """What kernels are compiled for."""
+        """Return the target that kernels are compiled for."""
         return GPUTarget("xpu", self._properties, 32)
 
     def get_active_torch_device(self) -> torch.device:

@@ -35,7 +35,7 @@ def _library_path() -> Path | None:
 
 
 def missing() -> str:
-    """Why compiled kernels cannot run on this CPU; "" if they can."""
+    """Return why compiled kernels cannot run on this CPU; "" if they can."""
     if _library_path() is None:
         return "Intel's OpenCL runtime for CPUs (package intel-opencl-rt) is not installed"
     return ""
@@ -88,7 +88,7 @@ class Runtime:
 
     @functools.cached_property
     def version(self) -> str:
-        """Of the device and its runtime, "OpenCL 3.0 (Build 0) AMD EPYC ..."."""
+        """Version of runtime and device, such as "OpenCL 3.0 (Build 0) AMD EPYC ..."."""
         return f"{self._told(_VERSION)} {self._told(_NAME)}"
 
     def kernel(self, module: bytes, name: str) -> c_void_p:
@@ -117,7 +117,7 @@ class Runtime:
         """Run a kernel on a grid and wait for it.
 
         Args:
-            kernel: from ``kernel``.
+            kernel: handle of the kernel, from ``kernel``.
             arguments: an int is an address; others are numbers as ctypes values.
             local_bytes: shared memory, the argument behind the others; 0 for none.
             groups: work-groups along each axis; with a 0 nothing runs.
