@@ -40,7 +40,7 @@ class Settings:
 
     @classmethod
     def of(cls, text: str) -> Settings:
-        """Read ``"every=200,requests=2"``.
+        """Parse settings of the form ``"every=200,requests=2"``.
 
         Raises:
             ValueError: a name is unknown, or a value is no number.

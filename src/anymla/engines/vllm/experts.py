@@ -78,7 +78,7 @@ class Mxfp4Experts(Mxfp4MoEMethod):
     first: int
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Repack nothing."""
+        """Leave the weights as loaded; nothing is repacked."""
         half = layer.w13_weight.shape[1] // 2
         self.matrices = {
             "w1": layer.w13_weight.data[:, :half],

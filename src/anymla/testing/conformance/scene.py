@@ -53,10 +53,10 @@ def scope(
     layout: str = MAIN_FP8,
     poison_behind: bool = False,
 ) -> Scope:
-    """A cache in which each token reads ``lengths[t]`` random rows of a list of ``width``.
+    """Make a cache of which each token reads ``lengths[t]`` random rows of ``width`` listed.
 
-    What its list holds behind the length points nowhere or, with ``poison_behind``, at slots of the
-    cache that nobody wrote, which are NaN.
+    Columns after the length hold invalid slots or, with ``poison_behind``, slots of the cache that
+    were never written, which are NaN.
     """
     counts = torch.tensor([width] * tokens if lengths is None else lengths, dtype=torch.int32)
     used = max(1, 3 * width // 2)
@@ -113,8 +113,8 @@ def scene(
 ) -> Scene:
     """Bfloat16 queries over a window cache of 64-entry pages and one of 2-entry pages.
 
-    Without a sink unless asked for: a library that drops it fails the cases about it, and is judged
-    by the others.
+    There is no sink by default: a library that drops the sink fails the cases about it, and the
+    other cases still judge it.
     """
     return Scene(
         torch.randn(tokens, heads, 512).bfloat16(),
