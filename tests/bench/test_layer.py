@@ -74,22 +74,20 @@ def test_several_queries_of_a_request_see_the_same_however_rows_are_read(ratio):
     for reads in Reads:
         torch.manual_seed(1)
         batch = setup.batch(BATCH, CONTEXT, queries=5, reads=reads)
-        assert ("window" in batch.step.shared) is (reads == Reads.SHARED)
         assert ("window" in batch.step.chunks) is (reads == Reads.DECODED)
         results.append(batch.run(setup.layers[0]).flush().float())
-    by_slots, *others = results
+    by_slots, decoded = results
     assert by_slots.shape[0] == 5 * BATCH
-    for other in others:
-        assert (other - by_slots).norm() < 5e-3 * by_slots.norm()
+    assert (decoded - by_slots).norm() < 5e-3 * by_slots.norm()
 
 
 def test_a_case_of_several_queries_says_so(scripted):
     setup = LayerSetup("flash", 0, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
-    (case,) = layer.cases(["flash"], [0], [BATCH], [CONTEXT], 3, [Reads.SHARED])
-    batch = setup.batch(BATCH, CONTEXT, queries=3, reads=Reads.SHARED)
+    (case,) = layer.cases(["flash"], [0], [BATCH], [CONTEXT], 3, [Reads.DECODED])
+    batch = setup.batch(BATCH, CONTEXT, queries=3, reads=Reads.DECODED)
     (result,) = run([layer_case(setup, case, batch)], scripted(20))
     assert result.values["queries"] == 3
-    assert result.values["reads"] == "shared"
+    assert result.values["reads"] == "decoded"
     assert "3 queries" in result.case
 
 

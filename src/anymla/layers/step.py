@@ -8,14 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from anymla.layers.plans import Plans
-from anymla.layers.rows import (
-    GroupStep,
-    NgramRows,
-    PrefillRows,
-    RequestRows,
-    Rows,
-    SharedRows,
-)
+from anymla.layers.rows import GroupStep, NgramRows, PrefillRows, RequestRows, Rows
 from anymla.layers.side_stream import INLINE, SideStream
 
 Recorder = Callable[[str, int, Tensor], None]
@@ -45,8 +38,6 @@ class Step:
         chunks: by compressed group, or the window's for layers without one, what the prefill
             requests can see, where attention reads it as one workspace instead of by slots; or what
             all requests can see, in decode steps of several queries each.
-        shared: by the same names, what the queries of each request share, where attention decodes
-            it once for some of them; in decode steps of as many rows a request.
         side: where work goes that may run beside the query's projection.
         plans: of attention by slots, made by the first layer of a kind.
         selections: by layer, what later layers attend to as well: int32 [T, K], in entries of the
@@ -73,7 +64,6 @@ class Step:
     index_lens: Mapping[str, Tensor]
     padded: bool = False
     chunks: Mapping[str, PrefillRows | RequestRows] = dataclasses.field(default_factory=dict)
-    shared: Mapping[str, SharedRows] = dataclasses.field(default_factory=dict)
     side: SideStream = INLINE
     plans: Plans = dataclasses.field(default_factory=Plans)
     selections: dict[int, tuple[Tensor, Rows]] = dataclasses.field(default_factory=dict)

@@ -5,8 +5,6 @@ from anymla.ops.sparse_attention.interface import (
     sparse_attention_fp8_quant,
     sparse_attention_plan,
     sparse_attention_rows,
-    sparse_attention_windows,
-    sparse_attention_windows_fp8_quant,
 )
 
 __all__ = [
@@ -14,6 +12,4 @@ __all__ = [
     "sparse_attention_fp8_quant",
     "sparse_attention_plan",
     "sparse_attention_rows",
-    "sparse_attention_windows",
-    "sparse_attention_windows_fp8_quant",
 ]

@@ -27,8 +27,6 @@ from anymla.ops.sparse_attention.interface import (
     sparse_attention_fp8_quant,
     sparse_attention_plan,
     sparse_attention_rows,
-    sparse_attention_windows,
-    sparse_attention_windows_fp8_quant,
 )
 from anymla.ops.sparse_attention.shapes import (
     CALLS,
@@ -53,18 +51,6 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
         for call in V41_CALLS:
             if call.layout != MAIN_FP8:
                 yield str(call), functools.partial(attend, call)
-        for heads, page, counted, quantized in (
-            (64, 64, False, False),
-            (64, 256, False, False),
-            (128, 256, False, False),
-            (20, 64, True, False),
-            (8, 256, True, True),
-            (64, 256, True, True),
-            (128, 256, False, True),
-        ):
-            label = f"windows of 8 queries, {heads} heads, pages of {page}" + ", counted" * counted
-            label += ", quantised" * quantized
-            yield label, functools.partial(_attend_windows, heads, page, counted, quantized)
     for tokens, heads in itertools.product((1, 32, 512), (16, 32, 64)):
         shape = AttentionShape(tokens, heads, 128, 512)
         for layout in (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512):
@@ -142,26 +128,6 @@ def _attend_rows(tokens: int, heads: int, channels: int) -> None:
     )  # fmt: skip
 
 
-def _attend_windows(heads: int, page: int, counted: bool, quantized: bool) -> None:
-    requests, queries = 32, 8
-    tokens = requests * queries
-    given = (
-        empty((tokens, heads, 512), dtype=torch.bfloat16),
-        get_layout(MAIN_FP8).allocate(_PAGES, page, "meta"),
-        empty((requests, 127 + queries), dtype=torch.int32),
-        empty(requests, dtype=torch.int32) if counted else None,
-    )
-    sink = empty(heads, dtype=torch.float32) if quantized or not counted else None
-    if quantized:
-        table = empty((4096, _ROPE_DIM), dtype=torch.float32)
-        sparse_attention_windows_fp8_quant(
-            *given, empty(tokens, dtype=torch.int64), table, queries=queries, n_groups=_GROUPS,
-            sink=sink,
-        )  # fmt: skip
-    else:
-        sparse_attention_windows(*given, queries=queries, sink=sink)
-
-
 def judgement(build: Build, target: Target) -> Judgement:
     """Spills that are accepted, and the matrix instructions that there must be."""
     if build.name == "decode_m64_kernel":
@@ -169,9 +135,6 @@ def judgement(build: Build, target: Target) -> Judgement:
         return Judgement(matrix=True, spills=700)
     if build.name == "decode_swap_ab_kernel":
         return Judgement(matrix=True, spills=280)  # around the loop, with 32 heads; none in it
-    if build.name == "windows_kernel":
-        # Around what quantises a query's result, none before.
-        return Judgement(matrix="bf16", spills=8 if build.constants["ROPE_DIM"] else 0)
     if build.name != "decode_kernel":
         return Judgement()
     matrix = build.types["q_ptr"] != "*fp32"

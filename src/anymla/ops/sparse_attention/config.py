@@ -426,67 +426,6 @@ def choose_combine_tile(
     return CombineTile(1, channels // 2, min(most, 16), 1)
 
 
-# Windows of neighbouring queries -----------------------------------------------------------------
-
-# Rows that a CTA holds, and queries that it attends them to, at most.
-WINDOW_PLACES, _MOST_WINDOW_QUERIES = 128, 8
-# Registers of a thread; the warpgroup of the scores gets the rest of 512, 112.
-WINDOW_WEIGHING_REGISTERS = 160
-WINDOW_UPDATER_REGISTERS = 80
-# Time until a CTA's rows are there and its last result has left, in queries; reckoned.
-_WINDOW_COST = 3.0
-
-# Work tiles, 64 heads of a query each, from which on it paid: with as many heads, with quantised
-# output of a whole layer, and with fewer heads.
-_SHARED_HEADS, _SHARED_TILES = SWAP_AB_HEADS + 1, 48
-_SHARED_TILES_QUANTIZED, _SHARED_TILES_OF_FEW_HEADS = 256, 256
-
-
-def sharing_pays(requests: int, queries: int, heads: int, *, quantized: bool) -> bool:
-    """Whether queries of a request attend sooner to a window whose rows are decoded once for some.
-
-    Measured on an H200, us by slots or decoded beforehand, and shared
-    (docs/performance/verification.md): 64 heads, 8 queries: 1 request 7.4, 8.6; 8: 10.7, 9.3; 32:
-    19.8, 16.4; 64: 36.6, 29.1; of 6 queries 7.3, 8.7; 10.4, 9.1; 18.7, 15.6. 128 heads, 8 queries:
-    8 requests 12.8, 10.9; 32: 34.2, 28.4. 16 heads, 32 requests: 14.1, 13.2. With quantised
-    output, 64 heads, 8 queries: 8 requests 12.5, 10.0; 32: 20.3, 16.3; 64: 37.1, 30.5; but a whole
-    layer of 8 requests takes 298 and 308 to 315, of 32 704 to 708 and 701 to 707, of 64 1,123 and
-    1,117, of 128 1,613 and 1,605. Few heads have not been measured with it.
-
-    Args:
-        requests: R.
-        queries: of a request.
-        heads: query heads.
-        quantized: the output is.
-    """
-    if queries < 2 or (quantized and heads < _SHARED_HEADS):
-        return False
-    least = _SHARED_TILES_QUANTIZED if quantized else _SHARED_TILES
-    if heads < _SHARED_HEADS:
-        least = _SHARED_TILES_OF_FEW_HEADS
-    return requests * queries * -(-heads // M64) >= least
-
-
-def choose_window_group(requests: int, queries: int, head_tiles: int, sm_count: int) -> int:
-    """How many neighbouring queries of a request share a CTA and its rows.
-
-    As few as take no longer: what ends first if every wave of CTAs takes its start and end, and
-    its queries.
-
-    Args:
-        requests: R.
-        queries: of a request.
-        head_tiles: tiles of 64 heads.
-        sm_count: SMs of the device, a CTA each.
-    """
-
-    def time(group: int) -> float:
-        waves = -(-requests * -(-queries // group) * head_tiles // sm_count)
-        return waves * (_WINDOW_COST + group)
-
-    return min(range(1, min(queries, _MOST_WINDOW_QUERIES) + 1), key=time)
-
-
 # Triton ------------------------------------------------------------------------------------------
 
 MODES = ("float16", "bfloat16", "float32")

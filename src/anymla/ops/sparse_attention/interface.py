@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -21,15 +20,12 @@ from anymla.ops.registry import (
     check,
     operation,
     require,
-    signature_of_backends,
 )
 from anymla.ops.sparse_attention.config import choose_schedule
 from anymla.ops.sparse_attention.support import (
     gluon_attention_support,
     gluon_fp8_quant_support,
     gluon_rows_support,
-    gluon_windows_fp8_quant_support,
-    gluon_windows_support,
     numba_attention_support,
     triton_attention_support,
 )
@@ -48,10 +44,6 @@ def _results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 def _first_channels(q: Tensor, *, value_dim: int | None, **_: Any) -> tuple[Tensor, Tensor]:
     return _results(q, q.shape[2] if value_dim is None else value_dim)
-
-
-def _all_channels(q: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    return _results(q, q.shape[2])
 
 
 @operation(mutates=("out",), outputs=_first_channels)
@@ -250,103 +242,6 @@ def sparse_attention_fp8_quant(
     _check_lists(name, q, first, second, sink, plan)
 
 
-@operation(mutates=("out",), outputs=_all_channels)
-def sparse_attention_windows(
-    q: Tensor,
-    k_cache: Tensor,
-    slots: Tensor,
-    counts: Tensor | None = None,
-    *,
-    queries: int,
-    sink: Tensor | None = None,
-    scale: float | None = None,
-    layout: str = MAIN_FP8,
-    out: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend the neighbouring queries of each request to its last rows, a window each.
-
-    Query j of request r, token t = r * queries + j, sees what ``sparse_attention`` would for
-
-        indices[t] = slots[r, j], slots[r, j + 1], ..., slots[r, j + W - 1]
-
-    so that a kernel may load and decode each row once for all of them. W is C - queries + 1.
-
-    Args:
-        q: [T, H, D] floating point, T = R * queries; any H.
-        k_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``; any page stride.
-        slots: [R, C] int32, ``page * B + offset``; any others, as -1, are skipped: rows before the
-            start of a sequence.
-        counts: [R] int32, queries of each request that are there; those behind them see nothing.
-            None for all.
-        queries: of a request, 1 to C.
-        sink: [H] float32 or float64, one logit per head that carries no value.
-        scale: of the scores; None for D ** -0.5. The sink is not scaled.
-        layout: layout id of k_cache.
-        out: [T, H, D] of q's dtype to write the output into, or None.
-        backend: name of the backend that runs; None for the best that can.
-
-    Returns:
-        out [T, H, D] of q's dtype (``out`` if given) and lse [T, H] float32 (float64 for float64
-        q), natural, without the sink. A query without rows: out 0, lse -inf.
-
-    Numerics: as ``sparse_attention``.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout; queries that are not 1 to C, or
-            do not divide T into R requests.
-    """
-    dims = _check_windows(
-        "sparse_attention_windows", q, k_cache, slots, counts, queries, sink, layout
-    )
-    check("sparse_attention_windows", dims=dims, out=(out, "T H D", q.dtype))
-
-
-@operation(outputs=quantized_results)
-def sparse_attention_windows_fp8_quant(
-    q: Tensor,
-    k_cache: Tensor,
-    slots: Tensor,
-    counts: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    queries: int,
-    n_groups: int,
-    sink: Tensor | None = None,
-    scale: float | None = None,
-    layout: str = MAIN_FP8,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``sparse_attention_windows``, then ``inverse_rope_fp8_quant`` of its output.
-
-    The output may be rounded to q's dtype in between, as separate calls do, or not at all.
-
-    Args:
-        q: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
-        k_cache: as for ``sparse_attention_windows``, like all that is not named here.
-        slots: [R, C] int32.
-        counts: [R] int32, or None.
-        positions: [T] int64, of the queries.
-        cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
-        queries: of a request.
-        n_groups: G.
-        sink: [H] float32 or float64, or None.
-        scale: of the scores; None for D ** -0.5.
-        layout: layout id of k_cache.
-        backend: name of the backend that runs; None for the best that can.
-
-    Returns:
-        values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
-
-    Raises:
-        TypeError, ValueError: as the two operations.
-    """
-    name = "sparse_attention_windows_fp8_quant"
-    check_quantized(name, q, positions, cos_sin_cache, n_groups)
-    _check_windows(name, q, k_cache, slots, counts, queries, sink, layout)
-
-
 # Cache, slots, lengths and layout id of a scope.
 _Scope: TypeAlias = tuple[Any, Any, Any, str]
 
@@ -377,30 +272,6 @@ def _check_lists(
         require(
             extra_lengths is None, name, "extra_lengths", "None without extra_cache", "a tensor"
         )
-    return dims
-
-
-def _check_windows(
-    name: str,
-    q: Tensor,
-    k_cache: Tensor,
-    slots: Tensor,
-    counts: Tensor | None,
-    queries: int,
-    sink: Tensor | None,
-    layout: str,
-) -> dict[str, int]:
-    """Check what both operations take; sizes by letter."""
-    dims = check(
-        name,
-        q=(q, "T H D", FLOATS),
-        slots=(slots, "R C", INT32),
-        counts=(counts, "R", INT32),
-        sink=(sink, "H", FLOAT32_UP),
-    )
-    require(1 <= queries <= dims["C"], name, "queries", f"1 to C={dims['C']}", queries)
-    require(dims["T"] == dims["R"] * queries, name, "T", f"{dims['R']} * {queries}", dims["T"])
-    check_cache(name, "k_cache", k_cache, layout, channels=dims["D"], device=q.device)
     return dims
 
 
@@ -463,35 +334,8 @@ def _flat(x: Tensor | None) -> Tensor | None:
     return x.squeeze(1) if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == 1 else x
 
 
-def window_lists(slots: Tensor, counts: Tensor | None, queries: int) -> Tensor:
-    """What every query sees: int32 [T, W]."""
-    lists = slots.unfold(1, slots.shape[1] - queries + 1, 1)
-    if counts is not None:
-        gone = torch.arange(queries, device=slots.device) >= counts.unsqueeze(1)
-        lists = lists.masked_fill(gone.unsqueeze(2), -1)
-    return lists.flatten(0, 1)
-
-
-def _by_lists(
-    contract: Callable[..., Any], attend: Callable[..., Any], backend: str
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``contract``, an attention to windows, by ``attend`` over each query's list of slots."""
-    signature = signature_of_backends(contract)
-
-    def attend_lists(*args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        given = signature.bind(*args, **keywords).arguments
-        slots, counts = given.pop("slots"), given.pop("counts", None)
-        lists = window_lists(slots, counts, given.pop("queries"))
-        out, lse = attend(indices=lists, lengths=None, backend=backend, **given)
-        return out, lse
-
-    attend_lists.__signature__ = signature  # type: ignore[attr-defined]
-    return attend_lists
-
-
 _FAMILY = "anymla.ops.sparse_attention"
 _TRITON, _GLUON = f"{_FAMILY}.triton_launch", f"{_FAMILY}.gluon_sm90_launch"
-_GLUON_WINDOWS = f"{_FAMILY}.gluon_sm90_windows_launch"
 _make_plan = LazyFunction(_GLUON, "make_plan")
 
 _operation: Operation[..., Any]
@@ -519,17 +363,3 @@ for _backend in ("reference", "torch"):
     )
 sparse_attention_fp8_quant.register_lazy("triton", _TRITON, supports=triton_attention_support)
 sparse_attention_fp8_quant.register_lazy("gluon_sm90", _GLUON, supports=gluon_fp8_quant_support)
-for _backend in ("reference", "torch", "triton"):
-    for _operation, _attend in (
-        (sparse_attention_windows, sparse_attention),
-        (sparse_attention_windows_fp8_quant, sparse_attention_fp8_quant),
-    ):
-        _operation.register(
-            _backend,
-            _by_lists(_operation, _attend, _backend),
-            supports=triton_attention_support if _backend == "triton" else None,
-        )
-sparse_attention_windows.register_lazy("gluon_sm90", _GLUON_WINDOWS, supports=gluon_windows_support)
-sparse_attention_windows_fp8_quant.register_lazy(
-    "gluon_sm90", _GLUON_WINDOWS, supports=gluon_windows_fp8_quant_support
-)

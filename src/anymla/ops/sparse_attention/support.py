@@ -16,7 +16,7 @@ from anymla.formats.records import (
 )
 from anymla.ops._few_tokens import few_tokens_support
 from anymla.ops.device import Support, target_of, triton_support
-from anymla.ops.sparse_attention.config import SWAP_AB_HEADS, WINDOW_PLACES
+from anymla.ops.sparse_attention.config import SWAP_AB_HEADS
 
 LARGEST_CHANNELS = 640
 # Layouts whose rows Triton's kernels decode.
@@ -29,7 +29,6 @@ _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 0.25
 _LARGEST_ROWS_SCALE = 2.0**30
 # Heads up to which a CPU's core multiplies in float32 sooner than it sets up products in bfloat16.
 _FEW_HEADS = 16
-_ROPE_DIM = 64  # channels that the epilogue of Hopper's kernel of windows rotates
 # A CTA of the prefill kernel goes through a token's whole list. With few tokens many CTAs had
 # better share it.
 _MANY_TOKENS, _SHORT_LIST = 32, 1024
@@ -182,45 +181,3 @@ def gluon_rows_support(
         return Support(False, "at least one row")
     many = len(q) >= _MANY_TOKENS or indices.shape[-1] <= _SHORT_LIST
     return Support(True, automatic=many)
-
-
-def gluon_windows_support(
-    q: Tensor,
-    k_cache: Tensor,
-    slots: Tensor,
-    counts: Tensor | None = None,
-    *,
-    queries: int,
-    scale: float | None = None,
-    layout: str = MAIN_FP8,
-    **keywords: Any,
-) -> Support:
-    """``supports`` of the Hopper kernel of ``sparse_attention_windows``."""
-    if layout != MAIN_FP8:
-        return Support(False, f"the cache must be {MAIN_FP8}, got {layout}")
-    found = gluon_attention_support(q, k_cache, scale=scale)
-    if not found:
-        return found
-    if q.dtype != torch.bfloat16:
-        return Support(False, f"q must be bfloat16, got {q.dtype}")
-    window = slots.shape[1] - queries + 1
-    if window > WINDOW_PLACES:
-        return Support(False, f"windows of at most {WINDOW_PLACES} rows, got {window}")
-    return Support(True)
-
-
-def gluon_windows_fp8_quant_support(
-    q: Tensor,
-    k_cache: Tensor,
-    slots: Tensor,
-    counts: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    n_groups: int,
-    **keywords: Any,
-) -> Support:
-    """Likewise of ``sparse_attention_windows_fp8_quant``."""
-    if q.shape[2] != VALUES or cos_sin_cache.shape[1] != _ROPE_DIM:
-        return Support(False, f"{VALUES} channels, of which {_ROPE_DIM} rotate")
-    return gluon_windows_support(q, k_cache, slots, counts, **keywords)
