@@ -16,7 +16,7 @@ from anymla.bench.cases.prefill_attention import (
 from anymla.bench.peers.flash_mla import FlashMla
 from anymla.bench.runner import run
 from anymla.formats.fp8_block import dequantize_fp8_rows
-from anymla.ops.sparse_attention import sparse_attention_rows
+from anymla.ops.attention import sparse_attention_rows
 
 SMALL = (
     PrefillCase("window", 9, 3, 300),

@@ -14,7 +14,7 @@ from anymla.bench.peers.flash_mla import FlashMla
 from anymla.bench.peers.vllm import VllmXpu
 from anymla.bench.runner import run
 from anymla.compat import flash_mla
-from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.attention import sparse_attention
 
 
 def v32(batch, heads, width):

@@ -12,8 +12,8 @@ from anymla.bench.models import load, tiny
 from anymla.bench.report import Result, append_rows, table
 from anymla.bench.timing import by_round, interleaved, ratio_by_round
 from anymla.cli.bench import command
+from anymla.ops.attention.decode_shapes import AttentionShape
 from anymla.ops.device import has_numba
-from anymla.ops.sparse_attention.shapes import AttentionShape
 from anymla.testing.published import FLASH_41
 
 

@@ -19,8 +19,8 @@ from anymla.compat import flash_mla
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.side_stream import INLINE
+from anymla.ops.attention import sparse_attention
 from anymla.ops.indexer import paged_mqa_logits
-from anymla.ops.sparse_attention import sparse_attention
 from anymla.runtime.device_step import Reads
 
 SMALL = {
@@ -110,7 +110,7 @@ def test_every_combination_is_a_case():
 
 def test_kernels_are_known_by_their_family():
     pytest.importorskip("triton")
-    assert family("decode_kernel") == "sparse_attention"
+    assert family("decode_kernel") == "attention"
     assert family("mix_kernel") == "hyper_connection"
     assert family("nvjet_tst_128x64") == "torch"
 
@@ -183,7 +183,7 @@ def test_a_row_says_what_it_always_said(others, scripted, recorded_fields):
     if others:
         assert result.values["times_others"] == 2.5
         assert result.values["others_launches"] == 3
-    assert result.values["parts_us"] == {"sparse_attention": 3.0, "torch": 2.5}
+    assert result.values["parts_us"] == {"attention": 3.0, "torch": 2.5}
     assert result.values["kernels_us"] == {"decode_kernel": [1, 3.0], "nvjet": [2, 2.5]}
     roofline = result.values["roofline_us"]
     assert result.values["share_of_roofline"] == pytest.approx(roofline / 20, abs=3e-3)

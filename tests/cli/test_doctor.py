@@ -18,10 +18,10 @@ from anymla.bench.doctor.machine import _busy, machine
 from anymla.cli.device_report import _last_line, report_steps, write_report
 from anymla.cli.main import main
 from anymla.ops import device as device_facts
+from anymla.ops.attention import sparse_attention
 from anymla.ops.device import has_numba
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.registry import Backend
-from anymla.ops.sparse_attention import sparse_attention
 from anymla.testing.conformance.ops import all_operations
 
 CPU = torch.device("cpu")

@@ -12,13 +12,12 @@ from anymla.formats.page_layout import (
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.rows import GroupStep, Rows
 from anymla.layers.step import Step
-from anymla.ops.prefill_attention import prefill_attention
+from anymla.ops.attention import prefill_attention, sparse_attention
 from anymla.ops.selection import (
     compressed_rows,
     compute_global_topk_indices_and_lens,
     window_rows,
 )
-from anymla.ops.sparse_attention import sparse_attention
 
 WINDOW, PAGE, ENTRY_PAGE = 16, 8, 4
 # (tokens before, tokens of the step): a decode, the middle and the start of prompts.

@@ -7,10 +7,9 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8, V41_COMPRESSED_NVFP4, get_layout
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
-from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.prefill_attention.config import decoding_pays_in_steps
+from anymla.ops.attention import prefill_attention, sparse_attention
+from anymla.ops.attention.prefill_config import decoding_pays_in_steps
 from anymla.ops.selection import compressed_rows, window_rows
-from anymla.ops.sparse_attention import sparse_attention
 
 WINDOW, PAGE, ENTRY_PAGE, QUERIES, RATIO = 16, 8, 4, 6, 4
 LAYOUT = get_layout(MAIN_FP8)

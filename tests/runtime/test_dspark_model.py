@@ -8,7 +8,7 @@ import torch
 
 from anymla.layers import heads
 from anymla.model.load import load_model
-from anymla.ops.prefill_attention import prefill_attention
+from anymla.ops.attention import prefill_attention
 from anymla.runtime import decode_runner, next_tokens
 from anymla.runtime.device_step import Reads
 from anymla.runtime.engine import Engine

@@ -21,8 +21,8 @@ from anymla.bench.peers.vllm import VllmXpu
 from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._build import Build
+from anymla.ops.attention import sparse_attention
 from anymla.ops.device import Target
-from anymla.ops.sparse_attention import sparse_attention
 from anymla.testing.launches import recorded_launches
 
 SHAPE = Decode(1, 1, 16, 512)

@@ -66,8 +66,8 @@ def attention(
     from anymla.bench.peers import Peer
     from anymla.bench.peers.flash_mla import FlashMla
     from anymla.bench.peers.vllm import VllmXpu
+    from anymla.ops.attention import sparse_attention, sparse_attention_fp8_quant
     from anymla.ops.device import target_of
-    from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 
     if vllm_xpu + v32 + v41 + fused_end + verification + (drawn is not None) > 1:
         raise BadInput("one of --vllm-xpu, --v32, --v41, --fused-end, --verification and --random")

@@ -33,7 +33,7 @@ def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -
     from anymla.bench.cases import prefill_attention as family
     from anymla.bench.peers.flash_mla import FlashMla
     from anymla.bench.runner import Case
-    from anymla.ops.prefill_attention import prefill_attention
+    from anymla.ops.attention import prefill_attention
 
     require_known("--backend", [backend], prefill_attention.backends)
     require_gpu()

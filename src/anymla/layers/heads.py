@@ -13,9 +13,13 @@ from anymla.layers.plans import Plans
 from anymla.layers.rows import PrefillRows, RequestRows, Rows
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Step
+from anymla.ops.attention import (
+    prefill_attention,
+    prefill_attention_fp8_quant,
+    sparse_attention,
+    sparse_attention_fp8_quant,
+)
 from anymla.ops.linear import inverse_rope_fp8_quant
-from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 from anymla.ops.streams import scratch_scope
 
 

@@ -8,8 +8,8 @@ import torch
 
 from anymla.layers.attention import AttentionLayer
 from anymla.model.transformer import Transformer
+from anymla.ops.attention.prefill_config import CHANNELS, decoding_pays_in_steps, runs_on
 from anymla.ops.device import target_of
-from anymla.ops.prefill_attention.config import CHANNELS, decoding_pays_in_steps, runs_on
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import ChooseReads, Reads

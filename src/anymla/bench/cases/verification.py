@@ -25,11 +25,14 @@ from anymla.bench.runner import Case, Clock, Subject, Values, beside
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
+from anymla.ops.attention import (
+    prefill_attention,
+    prefill_attention_fp8_quant,
+    sparse_attention_fp8_quant,
+)
+from anymla.ops.attention.decode_shapes import FLASH_DECODE
+from anymla.ops.attention.prefill_config import decoding_pays_in_steps
 from anymla.ops.device import target_of
-from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
-from anymla.ops.prefill_attention.config import decoding_pays_in_steps
-from anymla.ops.sparse_attention import sparse_attention_fp8_quant
-from anymla.ops.sparse_attention.shapes import FLASH_DECODE
 from anymla.ops.streams import scratch_scope
 
 PART = "attention of verification steps beside FlashMLA"

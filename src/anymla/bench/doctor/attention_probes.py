@@ -11,9 +11,8 @@ from torch import Tensor
 
 from anymla.bench.doctor.trial import Probe, Trial, host
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+from anymla.ops.attention import prefill_attention, sparse_attention, sparse_attention_fp8_quant
 from anymla.ops.indexer import paged_mqa_logits, topk_per_row
-from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
 from anymla.testing.conformance.expected import (
     Attention,
     attend,
