@@ -13,8 +13,8 @@ from torch import Tensor
 from anymla.bench.random_caches import random_rows
 from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops.sparse_attention import sparse_attention
-from anymla.ops.sparse_attention.shapes import (
+from anymla.ops.attention import sparse_attention
+from anymla.ops.attention.decode_shapes import (
     FLASH_DECODE,
     PRO_DECODE,
     WINDOW_DECODE,

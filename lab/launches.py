@@ -200,8 +200,11 @@ def _import_kernels() -> None:
 
 
 def derived_families() -> list[str]:
-    """Names of the families of ``anymla.ops`` whose builds ``lab.builds`` derives."""
-    return [each.name for each in pkgutil.iter_modules(lab.builds.__path__)]
+    """List the families of ``anymla.ops`` whose builds ``lab.builds`` derives."""
+    families = {each.name for each in pkgutil.iter_modules(anymla.ops.__path__) if each.ispkg}
+    return [
+        each.name for each in pkgutil.iter_modules(lab.builds.__path__) if each.name in families
+    ]
 
 
 def derived_builds(family: str, target: Target) -> list[Build]:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from anymla.layers import attention, codes, heads, hyper_connection, selection
 from anymla.layers.hyper_connection import HyperConnection, Streams
+from anymla.ops.attention import sparse_attention
 from anymla.ops.hyper_connection import hc_post, hc_pre
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.norm_rope import rms_norm, rope
 from anymla.ops.registry import Backend
-from anymla.ops.sparse_attention import sparse_attention
 from lab.peers.deep_gemm import DeepGemm
 from lab.peers.flash_mla import FlashMla
 

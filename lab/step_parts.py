@@ -22,8 +22,7 @@ from lab.layer import family
 
 DRAFT, BETWEEN, GAPS, HEAD = "draft", "between graphs", "gaps in graphs", "head and choice"
 _PARTS = {
-    "sparse_attention": "attention",
-    "prefill_attention": "attention",
+    "attention": "attention",
     "indexer": "indexer",
     "compressor": "compressor",
     "moe": "experts",

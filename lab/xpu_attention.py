@@ -15,8 +15,8 @@ import torch
 
 from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.attention import sparse_attention
 from anymla.ops.device import Target
-from anymla.ops.sparse_attention import sparse_attention
 from lab import xpu_code
 from lab.build import Build
 from lab.cases.sparse_attention import Decode, DecodeInputs

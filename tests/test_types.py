@@ -20,7 +20,7 @@ from torch import Tensor
 from anymla import LLM, Generation
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.moe import experts, route_biased
-from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.attention import sparse_attention
 
 q = torch.zeros(2, 8, 512)
 slots = torch.zeros(2, 64, dtype=torch.int32)

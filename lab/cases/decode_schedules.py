@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor
 
 from anymla.bench.runner import Case, Clock, Subject, Values
-from anymla.ops.sparse_attention.config import (
+from anymla.ops.attention.decode_config import (
     Schedule,
     blocks_of,
     choose_schedule,
@@ -88,8 +88,8 @@ def _scheduled(shape: Drawn, schedule: Schedule, clock: Clock) -> Iterator[Subje
 
 def _calls(inputs: DecodeInputs, schedule: Schedule) -> list[Callable[[], Tensor]]:
     """Calls by a schedule, one for each set of lists."""
-    launch = importlib.import_module("anymla.ops.sparse_attention.gluon_sm90_launch")
-    results = importlib.import_module("anymla.ops.sparse_attention.triton_combine")
+    launch = importlib.import_module("anymla.ops.attention.gluon_sm90_decode_launch")
+    results = importlib.import_module("anymla.ops.attention.triton_decode_combine")
     shape, q = inputs.shape, inputs.q.flatten(0, 1)
     lengths, extra_lengths = (
         None if each is None else each.repeat_interleave(shape.rows)

@@ -20,11 +20,14 @@ from anymla.bench.random_caches import random_rows
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._reference import attend
+from anymla.ops.attention import (
+    prefill_attention,
+    prefill_attention_fp8_quant,
+    sparse_attention_rows,
+)
+from anymla.ops.attention.composed import named_rows
 from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.linear import inverse_rope_fp8_quant
-from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
-from anymla.ops.prefill_attention.gathered import named_rows
-from anymla.ops.sparse_attention import sparse_attention_rows
 from anymla.ops.step_indices import combine_topk_swa_indices
 from lab.peers.flash_mla import padded_heads
 

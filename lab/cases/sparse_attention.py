@@ -20,14 +20,14 @@ from anymla.bench.random_caches import shared_rows
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._reference import attend
-from anymla.ops.compile_ahead import compiled_together
-from anymla.ops.linear import inverse_rope_fp8_quant
-from anymla.ops.sparse_attention import (
+from anymla.ops.attention import (
     sparse_attention,
     sparse_attention_fp8_quant,
     sparse_attention_plan,
 )
-from anymla.ops.sparse_attention.shapes import FLASH_DECODE, V32_DECODE, AttentionShape
+from anymla.ops.attention.decode_shapes import FLASH_DECODE, V32_DECODE, AttentionShape
+from anymla.ops.compile_ahead import compiled_together
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 from lab.peers.flash_mla import FlashMla
 from lab.peers.vllm import VllmXpu

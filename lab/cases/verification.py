@@ -3,9 +3,8 @@
 The queries of a request stand at neighbouring positions, so that their windows overlap, and see the
 same compressed entries of ratio 128; those of ratio 4 are chosen for each. One process, the same
 bytes, graph replay over rotating lists (cold rows), medians; work is shared out once for a shape.
-What layers do is beside the other ways: by slots, or rows decoded once a request; for windows alone
-a third one, whose kernel decodes them once for some of the queries. Each also with its output
-rotated back and quantised.
+What layers do is beside the other way: by slots, or rows decoded once a request. Each also with its
+output rotated back and quantised.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ from anymla.bench.runner import Case, Clock, Subject, Values, beside
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
-from anymla.ops.device import target_of
-from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
-from anymla.ops.prefill_attention.config import decoding_pays_in_steps
-from anymla.ops.sparse_attention import (
+from anymla.ops.attention import (
+    prefill_attention,
+    prefill_attention_fp8_quant,
     sparse_attention_fp8_quant,
-    sparse_attention_windows,
-    sparse_attention_windows_fp8_quant,
 )
-from anymla.ops.sparse_attention.config import sharing_pays
-from anymla.ops.sparse_attention.shapes import FLASH_DECODE
+from anymla.ops.attention.decode_shapes import FLASH_DECODE
+from anymla.ops.attention.prefill_config import decoding_pays_in_steps
+from anymla.ops.device import target_of
 from anymla.ops.streams import scratch_scope
 from lab.cases.sparse_attention import Decode, DecodeInputs, first_result
 from lab.peers.flash_mla import FlashMla
@@ -109,11 +106,9 @@ class VerificationInputs(DecodeInputs):
 
     Attributes:
         requests: by set of lists, the same rows as those of requests.
-        slots: likewise, slots of their windows.
     """
 
     requests: list[RequestRows] = dataclasses.field(default_factory=list)
-    slots: list[Tensor] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, shape: Verification, device: torch.device) -> VerificationInputs:
@@ -129,8 +124,8 @@ class VerificationInputs(DecodeInputs):
             shared_rows(MAIN_FP8, _WINDOW_SLOTS, _PAGE, device),
             shared_rows(MAIN_FP8, _EXTRA_SLOTS, _EXTRA_PAGE, device) if extra else None,
             full(_WINDOW), full(extra) if extra else None,
-            [(window, entries) for window, entries, *_ in sets],
-            [requests for *_, requests, _ in sets], [slots for *_, slots in sets],
+            [(window, entries) for window, entries, _ in sets],
+            [requests for *_, requests in sets],
         )  # fmt: skip
 
     def ways(self, backend: str, *, chosen: bool) -> dict[str, tuple[Calls, Calls]]:
@@ -140,7 +135,7 @@ class VerificationInputs(DecodeInputs):
             backend: of attention.
             chosen: entries are chosen for each query.
         """
-        shape, flat = self.shape, self.q.flatten(0, 1)
+        flat = self.q.flatten(0, 1)
         positions = torch.randint(0, _POSITIONS, (len(flat),), device=flat.device)
         turn = positions, torch.randn(_POSITIONS, _ROPE_DIM, device=flat.device)
         fp8 = {"n_groups": _GROUPS, "backend": backend}
@@ -151,16 +146,6 @@ class VerificationInputs(DecodeInputs):
             found["decoded"] = (
                 [partial(self._decoded_once, each, backend, out) for each in self.requests],
                 [partial(self._decoded_fp8, each, turn, fp8) for each in self.requests],
-            )
-        if not shape.extra:
-            given = {"queries": shape.rows, "sink": self.sink}
-            plain = partial(first_result, sparse_attention_windows, flat, self.cache, **given)
-            coded = partial(
-                first_result, sparse_attention_windows_fp8_quant, flat, self.cache, **given, **fp8
-            )
-            found["shared"] = (
-                [partial(plain, each, out=out, backend=backend) for each in self.slots],
-                [partial(coded, each, None, *turn) for each in self.slots],
             )
         return found
 
@@ -202,10 +187,8 @@ class VerificationInputs(DecodeInputs):
         return max(found)
 
 
-def _rows(
-    shape: Verification, device: torch.device
-) -> tuple[Tensor, Tensor | None, RequestRows, Tensor]:
-    """Lists of the queries' windows and entries; the requests' rows, and slots of their windows."""
+def _rows(shape: Verification, device: torch.device) -> tuple[Tensor, Tensor | None, RequestRows]:
+    """Lists of the queries' windows and entries, and the requests' rows."""
     batch, rows, extra = shape.batch, shape.rows, shape.extra
     width = _WINDOW + rows - 1
     table = torch.randperm(_WINDOW_SLOTS // _PAGE, device=device)[: 2 * batch].view(batch, 2)
@@ -220,11 +203,11 @@ def _rows(
         GroupStep(table.int(), slots, _PAGE), window=_WINDOW, queries=rows,
     )  # fmt: skip
     if not extra:
-        return windows, None, see(), slots
+        return windows, None, see()
     if shape.chosen:
         size = (batch, rows, extra)
         chosen = torch.randint(0, _EXTRA_SLOTS, size, dtype=torch.int32, device=device)
-        return windows, chosen, see(), slots
+        return windows, chosen, see()
     count = -(-extra // _EXTRA_PAGE)
     table = torch.randint(0, _EXTRA_SLOTS // _EXTRA_PAGE, (batch, count), device=device)
     entries = table.unsqueeze(2) * _EXTRA_PAGE + torch.arange(_EXTRA_PAGE, device=device)
@@ -234,7 +217,7 @@ def _rows(
         visible=torch.full((batch,), extra, dtype=torch.int32, device=device),
     )
     made.ranges[:, 3] = extra
-    return windows, entries.unsqueeze(1).expand(-1, rows, -1).contiguous(), made, slots
+    return windows, entries.unsqueeze(1).expand(-1, rows, -1).contiguous(), made
 
 
 def verification_cases(
@@ -264,7 +247,7 @@ def _verification(
     ways = inputs.ways(backend, chosen=shape.chosen)
     taken = _way(shape, target_of(clock.device).sm_count)
     attend, quantized = ways.pop(taken)
-    facts = {"decoded": taken == "decoded", "shared": taken == "shared"}
+    facts = {"decoded": taken == "decoded"}
     yield inputs.checked(attend, "microseconds", "error", after=lambda _: facts)
     yield Subject("quantized_microseconds", quantized)
     for name, (attend, quantized) in ways.items():
@@ -277,7 +260,5 @@ def _verification(
 def _way(shape: Verification, sm_count: int) -> str:
     """How layers of FP8 projections read the rows."""
     batch, rows, heads = shape.batch, shape.rows, shape.heads
-    if not shape.extra and sharing_pays(batch, rows, heads, quantized=True):
-        return "shared"
     pays = decoding_pays_in_steps(batch, rows, heads, shape.extra, sm_count)
     return "decoded" if pays and not shape.chosen else "slots"

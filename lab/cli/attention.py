@@ -59,8 +59,8 @@ def attention(
     """Time attention during decoding on the GPU, over the paged FP8 caches."""
     import torch
 
+    from anymla.ops.attention import sparse_attention, sparse_attention_fp8_quant
     from anymla.ops.device import target_of
-    from anymla.ops.sparse_attention import sparse_attention, sparse_attention_fp8_quant
     from lab.cases import decode_schedules
     from lab.cases import sparse_attention as family
     from lab.cases import v41_attention as v41_rows

@@ -31,7 +31,7 @@ def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -
     Beside FlashMLA also from FP8 pages to the output projection, and rows by lists alone.
     """
     from anymla.bench.runner import Case
-    from anymla.ops.prefill_attention import prefill_attention
+    from anymla.ops.attention import prefill_attention
     from lab.cases import prefill_attention as family
     from lab.peers.flash_mla import FlashMla
 

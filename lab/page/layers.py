@@ -17,7 +17,7 @@ _PARTS = {
     "linear": "linear layers",
     "hyper_connection": "hyper-connections",
     "indexer": "indexer",
-    "sparse_attention": "attention",
+    "attention": "attention",
     "compressor": "compressors",
     "torch": "cuBLAS, torch",
     "": "rest",

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from anymla.cli.main import main
 from anymla.engines.vllm.answers import EngineFailed, Reply
 from anymla.model.tokenizer import Tokenizer
+from anymla.ops.attention import sparse_attention, sparse_attention_rows
 from anymla.ops.device import triton_version
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 from anymla.testing.conformance.faults.fault import Fault
 from anymla.testing.conformance.isolated import Request, run_isolated
 from anymla.testing.conformance.registry import NotApplicable, load_cases

@@ -8,7 +8,6 @@ import zipfile
 import click
 import pytest
 import torch
-from anymla.ops.selection import window_rows
 from click.testing import CliRunner, Result
 
 from anymla.cli import doctor as doctor_command
@@ -17,10 +16,11 @@ from anymla.cli.device_report import _last_line, report_steps, write_report
 from anymla.cli.machine import _busy, machine
 from anymla.cli.main import main
 from anymla.ops import device as device_facts
+from anymla.ops.attention import sparse_attention
 from anymla.ops.device import has_numba
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.registry import Backend
-from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.step_indices import window_rows
 from anymla.testing.conformance.calls import Watch, family_of
 from anymla.testing.conformance.ops import Ops, all_operations
 from anymla.testing.conformance.registry import load_cases

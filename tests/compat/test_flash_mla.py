@@ -22,8 +22,8 @@ from anymla.formats.page_layout import (
     V41_MAIN_FP8,
     V41_MAIN_FP8_SPLIT,
 )
+from anymla.ops.attention import sparse_attention, sparse_attention_rows
 from anymla.ops.device import triton_support
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 from anymla.testing.conformance.expected import Attention, attend
 from anymla.testing.conformance.scene import Scope, scope
 from anymla.testing.generate import hostile_indices

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("triton")
 
 from anymla.bench.runner import run
-from anymla.ops.sparse_attention import gluon_sm90_launch, sparse_attention
-from anymla.ops.sparse_attention.config import schedules
+from anymla.ops.attention import gluon_sm90_decode_launch, sparse_attention
+from anymla.ops.attention.decode_config import schedules
 from lab.cases import decode_schedules
 from lab.cases import sparse_attention as family
 
@@ -28,9 +28,9 @@ def ran(monkeypatch):
             extra_lengths=second.lengths, backend="torch",
         )  # fmt: skip
 
-    monkeypatch.setattr(gluon_sm90_launch, "attend", attend)
-    monkeypatch.setattr(gluon_sm90_launch, "make_plan", lambda *_: "a plan")
-    monkeypatch.setattr(gluon_sm90_launch, "_lengths", lambda lengths, *_: lengths)
+    monkeypatch.setattr(gluon_sm90_decode_launch, "attend", attend)
+    monkeypatch.setattr(gluon_sm90_decode_launch, "make_plan", lambda *_: "a plan")
+    monkeypatch.setattr(gluon_sm90_decode_launch, "_lengths", lambda lengths, *_: lengths)
     monkeypatch.setattr(family, "_WINDOW_SLOTS", 512)
     monkeypatch.setattr(family, "_EXTRA_SLOTS", 512)
     monkeypatch.setattr(family, "_MOST_LISTS", 2)

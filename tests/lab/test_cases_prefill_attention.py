@@ -5,7 +5,7 @@ import torch
 
 from anymla.bench.runner import run
 from anymla.formats.fp8_block import dequantize_fp8_rows
-from anymla.ops.sparse_attention import sparse_attention_rows
+from anymla.ops.attention import sparse_attention_rows
 from lab.cases import prefill_attention as family
 from lab.cases.prefill_attention import (
     LONG_SHAPES,

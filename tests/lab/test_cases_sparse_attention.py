@@ -10,7 +10,7 @@ import torch
 
 from anymla.bench.runner import run
 from anymla.compat import flash_mla
-from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.attention import sparse_attention
 from lab.cases import sparse_attention as family
 from lab.cases.sparse_attention import Decode
 from lab.peers.flash_mla import FlashMla

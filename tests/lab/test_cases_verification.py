@@ -29,22 +29,17 @@ def small(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("pays", [False, True])
-@pytest.mark.parametrize("sharing", [False, True])
-def test_all_sides_are_right(shape, pays, sharing, clock, monkeypatch):
+def test_all_sides_are_right(shape, pays, clock, monkeypatch):
     monkeypatch.setattr(family, "decoding_pays_in_steps", lambda *_: pays)
-    monkeypatch.setattr(family, "sharing_pays", lambda *_, quantized: sharing)
     (result,) = run(family.verification_cases([shape], "torch", PEER), clock)
     values = result.values
-    shared = sharing and not shape.extra
-    decoded = pays and not shape.chosen and not shared
+    decoded = pays and not shape.chosen
     assert values["decoded"] is decoded
-    assert values["shared"] is shared
     for kind in ("", "quantized_"):
         assert f"{kind}microseconds" in values
-        assert (f"slots_{kind}microseconds" in values) is (decoded or shared)
+        assert (f"slots_{kind}microseconds" in values) is decoded
         assert (f"decoded_{kind}microseconds" in values) is (not decoded and not shape.chosen)
-        assert (f"shared_{kind}microseconds" in values) is (not shape.extra and not shared)
-    for name in ("error", "flash_mla_error", "slots_error", "decoded_error", "shared_error"):
+    for name in ("error", "flash_mla_error", "slots_error", "decoded_error"):
         assert values.get(name, 0) < 3e-3
     assert values["ratio"] == 1.0
     assert result.met is False

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from anymla.bench.report import Result, append_rows, table
 from anymla.cli.bench import command
+from anymla.ops.attention.decode_shapes import AttentionShape
 from anymla.ops.device import has_numba
-from anymla.ops.sparse_attention.shapes import AttentionShape
 from anymla.testing.published import FLASH_41
 from lab import attention, context, decode, memory, packed, selection
 from lab.models import load, tiny

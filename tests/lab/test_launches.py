@@ -72,9 +72,9 @@ def test_a_device_is_the_target_inside_and_itself_again_outside():
     device = torch.device("cpu")
     before = target_of(device), pdl_launch(device)
     with recorded_launches(SM90):
-        from anymla.ops.sparse_attention import support
+        from anymla.ops.attention import decode_support
 
-        assert support.target_of(device) is SM90
+        assert decode_support.target_of(device) is SM90
         assert pdl_launch(device)["PDL"]
     assert (target_of(device), pdl_launch(device)) == before
 
@@ -137,6 +137,6 @@ for family in (*derived_families(), SHARED):
 def test_what_a_layer_of_v4_launches_is_built(target):
     printed = [line.split(",") for line in printed_by(LAYERS, target).splitlines()]
     launched = {family: int(count) for family, count, *_ in printed}
-    for family in ("compressor", "indexer", "linear", "moe", "norm_rope", "sparse_attention"):
+    for family in ("compressor", "indexer", "linear", "moe", "norm_rope", "attention"):
         assert launched[family] > 0
     assert [line for line in printed if len(line) > 2] == []

@@ -12,8 +12,8 @@ from anymla.compat import flash_mla
 from anymla.formats.page_layout import INDEX_FP8
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.side_stream import INLINE
+from anymla.ops.attention import sparse_attention
 from anymla.ops.indexer import paged_mqa_logits
-from anymla.ops.sparse_attention import sparse_attention
 from anymla.runtime.device_step import Reads
 from lab import layer
 from lab.layer import cases, compile_ahead, family, layer_case, layer_cases
@@ -74,22 +74,20 @@ def test_several_queries_of_a_request_see_the_same_however_rows_are_read(ratio):
     for reads in Reads:
         torch.manual_seed(1)
         batch = setup.batch(BATCH, CONTEXT, queries=5, reads=reads)
-        assert ("window" in batch.step.shared) is (reads == Reads.SHARED)
         assert ("window" in batch.step.chunks) is (reads == Reads.DECODED)
         results.append(batch.run(setup.layers[0]).flush().float())
-    by_slots, *others = results
+    by_slots, decoded = results
     assert by_slots.shape[0] == 5 * BATCH
-    for other in others:
-        assert (other - by_slots).norm() < 5e-3 * by_slots.norm()
+    assert (decoded - by_slots).norm() < 5e-3 * by_slots.norm()
 
 
 def test_a_case_of_several_queries_says_so(scripted):
     setup = LayerSetup("flash", 0, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
-    (case,) = layer.cases(["flash"], [0], [BATCH], [CONTEXT], 3, [Reads.SHARED])
-    batch = setup.batch(BATCH, CONTEXT, queries=3, reads=Reads.SHARED)
+    (case,) = layer.cases(["flash"], [0], [BATCH], [CONTEXT], 3, [Reads.DECODED])
+    batch = setup.batch(BATCH, CONTEXT, queries=3, reads=Reads.DECODED)
     (result,) = run([layer_case(setup, case, batch)], scripted(20))
     assert result.values["queries"] == 3
-    assert result.values["reads"] == "shared"
+    assert result.values["reads"] == "decoded"
     assert "3 queries" in result.case
 
 
@@ -112,7 +110,7 @@ def test_every_combination_is_a_case():
 
 def test_kernels_are_known_by_their_family():
     pytest.importorskip("triton")
-    assert family("decode_kernel") == "sparse_attention"
+    assert family("decode_kernel") == "attention"
     assert family("mix_kernel") == "hyper_connection"
     assert family("nvjet_tst_128x64") == "torch"
 
@@ -185,7 +183,7 @@ def test_a_row_says_what_it_always_said(others, scripted, recorded_fields):
     if others:
         assert result.values["times_others"] == 2.5
         assert result.values["others_launches"] == 3
-    assert result.values["parts_us"] == {"sparse_attention": 3.0, "torch": 2.5}
+    assert result.values["parts_us"] == {"attention": 3.0, "torch": 2.5}
     assert result.values["kernels_us"] == {"decode_kernel": [1, 3.0], "nvjet": [2, 2.5]}
     roofline = result.values["roofline_us"]
     assert result.values["share_of_roofline"] == pytest.approx(roofline / 20, abs=3e-3)

@@ -130,7 +130,7 @@ for kernel in (build.kernel, getattr(changed, name)):
     code = compiled(dataclasses.replace(build, kernel=kernel), target)
     print(len(unfenced_reads(code.asm["ptx"])), len(idle_barriers(code.asm["ttgir"])), end=" ")
 """
-LINEAR, ATTENTION = "anymla.ops.linear.gluon_sm90_", "anymla.ops.sparse_attention.gluon_sm90_"
+LINEAR, ATTENTION = "anymla.ops.linear.gluon_sm90_", "anymla.ops.attention.gluon_sm90_"
 LAST = "    mbarrier.init(q_ready, count=1)\n"
 IDLE = "gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())"
 

@@ -12,8 +12,7 @@ from anymla.formats.page_layout import (
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.rows import GroupStep, Rows
 from anymla.layers.step import Step
-from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.attention import prefill_attention, sparse_attention
 from anymla.ops.step_indices import (
     compressed_rows,
     compute_global_topk_indices_and_lens,

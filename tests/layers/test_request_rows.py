@@ -5,13 +5,10 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, V41_COMPRESSED_NVFP4, get_layout
-from anymla.layers.request_rows import request_rows, shared_rows
+from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
-from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.prefill_attention.config import decoding_pays_in_steps
-from anymla.ops.sparse_attention import sparse_attention
-from anymla.ops.sparse_attention.config import sharing_pays
-from anymla.ops.sparse_attention.interface import window_lists
+from anymla.ops.attention import prefill_attention, sparse_attention
+from anymla.ops.attention.prefill_config import decoding_pays_in_steps
 from anymla.ops.step_indices import compressed_rows, window_rows
 
 WINDOW, PAGE, ENTRY_PAGE, QUERIES, RATIO = 16, 8, 4, 6, 4
@@ -110,30 +107,6 @@ def test_queries_see_what_their_lists_say(entries):
     assert not out[step.token_to_req < 0].any()
 
 
-def shared_of(step: Step, queries: int = QUERIES):
-    starts, counts = torch.tensor(REQUESTS).int().T
-    group = GroupStep(step.window_table, torch.empty(0), PAGE)
-    return shared_rows(starts, counts.contiguous(), group, window=WINDOW, queries=queries)
-
-
-def test_shared_lists_say_what_the_queries_lists_say():
-    step = Step()
-    shared = shared_of(step)
-    assert shared.slots.shape == (len(REQUESTS), WINDOW + QUERIES - 1)
-    lists = window_lists(shared.slots, shared.counts, shared.queries)
-    want, lengths = step.lists("window")
-    for mine, theirs, length in zip(lists, want, lengths, strict=True):
-        assert mine[mine >= 0].tolist() == theirs[:length].tolist()
-
-
-def test_no_row_of_a_page_that_is_not_there_is_listed():
-    step = Step()
-    step.window_table[1:] = -7
-    shared = shared_of(step)
-    assert (shared.slots[0] >= 0).sum() == 6
-    assert (shared.slots[1:] == -1).all()
-
-
 def test_each_row_is_decoded_once_a_request():
     """Ranges of neighbouring queries overlap: a request's rows are its last, not its queries'."""
     step = Step()
@@ -175,17 +148,3 @@ def test_runs_that_are_off_by_one_are_noticed(wrong):
 )  # fmt: skip
 def test_steps_decode_beforehand_where_that_was_faster(requests, queries, heads, entries, pays):
     assert decoding_pays_in_steps(requests, queries, heads, entries, 132) is pays
-
-
-@pytest.mark.parametrize(
-    ("requests", "queries", "heads", "pays", "of_a_layer"),
-    [
-        (1, 8, 64, False, False), (8, 6, 64, True, False), (32, 8, 64, True, True),
-        (64, 8, 64, True, True), (8, 8, 128, True, False), (32, 8, 16, True, False),
-        (8, 8, 16, False, False), (256, 1, 64, False, False),
-    ],
-)  # fmt: skip
-def test_windows_are_shared_where_that_was_faster(requests, queries, heads, pays, of_a_layer):
-    assert sharing_pays(requests, queries, heads, quantized=False) is pays
-    # Of a layer, whose output is quantised.
-    assert sharing_pays(requests, queries, heads, quantized=True) is of_a_layer

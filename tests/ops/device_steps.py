@@ -17,6 +17,7 @@ from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.state_layout import allocate_states
+from anymla.ops.attention import sparse_attention, sparse_attention_rows
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
@@ -35,7 +36,6 @@ from anymla.ops.linear import (
 )
 from anymla.ops.moe import experts, route_biased, route_hash, swiglu
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert, rms_norm, rope
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 from anymla.ops.step_indices import (
     compressed_rows,
     compute_global_topk_indices_and_lens,

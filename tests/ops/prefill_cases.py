@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from anymla.ops.prefill_attention import prefill_attention
+from anymla.ops.attention import prefill_attention
 
 
 @dataclasses.dataclass

@@ -345,23 +345,6 @@ _CALLS = {
         "window": 3,
     },
     "sparse_attention": lambda: _attention() | {"lengths": int32(3, 2)},
-    "sparse_attention_windows": lambda: {
-        "q": torch.randn(2 * TOKENS, 2, 512),
-        "k_cache": cache_of(MAIN_FP8),
-        "slots": int32([0, 1, 4, -1], [2, 3, 5, 6]),
-        "counts": int32(2, 1),
-        "queries": 2,
-    },
-    "sparse_attention_windows_fp8_quant": lambda: {
-        "q": torch.randn(2 * TOKENS, 2, 512),
-        "k_cache": cache_of(MAIN_FP8),
-        "slots": int32([0, 1, 4, -1], [2, 3, 5, 6]),
-        "counts": int32(2, 1),
-        "positions": int64(*range(2 * TOKENS)),
-        "cos_sin_cache": table(),
-        "queries": 2,
-        "n_groups": 2,
-    },
     "sparse_attention_rows": lambda: {
         "q": torch.randn(TOKENS, 2, 512),
         "kv": torch.randn(5, 512),
@@ -398,7 +381,6 @@ _TARGETS = {
     "qnorm_rope_kv_insert": lambda: {"out": torch.zeros(TOKENS, 2, 512)},
     "prefill_attention": lambda: {"out": torch.zeros(TOKENS, 2, 512)},
     "sparse_attention": lambda: {"out": torch.zeros(TOKENS, 2, 512)},
-    "sparse_attention_windows": lambda: {"out": torch.zeros(2 * TOKENS, 2, 512)},
     "sparse_attention_rows": lambda: {
         "out": torch.zeros(TOKENS, 2, 512),
         "max_logits": torch.zeros(TOKENS, 2),

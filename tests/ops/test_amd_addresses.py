@@ -70,7 +70,7 @@ for label, join in (("list", list), ("stack", torch.stack)):
 # A small cache alone, beside another one, and beside one of 3 GiB, which nothing touches.
 ATTENTION = """
 from anymla.formats.page_layout import ROWS_BF16_512, get_layout
-from anymla.ops.sparse_attention import sparse_attention
+from anymla.ops.attention import sparse_attention
 
 layout = get_layout(ROWS_BF16_512)
 small, other = layout.allocate(2, 4), layout.allocate(3, 4)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.state_layout import allocate_states
+from anymla.ops.attention import sparse_attention
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.indexer import paged_mqa_logits
 from anymla.ops.kv_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from anymla.ops.norm_rope import qnorm_rope_kv_insert
-from anymla.ops.sparse_attention import sparse_attention
 from anymla.testing.generate import hostile_indices
 from anymla.testing.tolerance import assert_close, ulps
 

@@ -17,13 +17,6 @@ ROOT = Path(anymla.ops.__path__[0])
 FAMILIES = sorted(module.name for module in pkgutil.iter_modules([str(ROOT)]) if module.ispkg)
 NAMED = re.compile(rf"anymla\.ops\.({'|'.join(FAMILIES)})\b")
 
-# Which file may name which family, and why.
-EXCEPTIONS = {
-    # Portable prefill is attention over listed rows, called as the public operation that it is.
-    "prefill_attention/gathered.py": {"sparse_attention"},
-    "sparse_attention/interface.py": {"prefill_attention"},
-}
-
 
 def named_by(text: str, own: str) -> set[str]:
     """Families other than its own that a file's text names, in an import or in a string."""
@@ -47,9 +40,7 @@ def test_a_family_names_no_other(family: str) -> None:
         for path in sorted((ROOT / family).glob("*.py"))
         if (others := named_by(read(path), family))
     }
-    assert found == {
-        path: names for path, names in EXCEPTIONS.items() if path.split("/")[0] == family
-    }
+    assert found == {}
 
 
 def test_what_families_share_names_none() -> None:

@@ -8,8 +8,7 @@ import torch
 
 from anymla.layers import heads
 from anymla.model.load import load_model
-from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.sparse_attention import sparse_attention_windows
+from anymla.ops.attention import prefill_attention
 from anymla.runtime import decode_runner, next_tokens
 from anymla.runtime.device_step import Reads
 from anymla.runtime.engine import Engine
@@ -88,22 +87,19 @@ def test_drafts_do_not_change_the_tokens(dspark_model, alone, draft_tokens, deco
     assert sum(each.drafted for each in done.values()) > 50
 
 
-@pytest.mark.parametrize("reads", [Reads.DECODED, Reads.SHARED])
 @pytest.mark.parametrize("draft_tokens", [1, 5, 7])
 def test_rows_decoded_once_a_request_do_not_change_the_tokens(
-    dspark_model, alone, draft_tokens, reads, monkeypatch
+    dspark_model, alone, draft_tokens, monkeypatch
 ):
     """Verification steps attend to what requests share, as large ones do on Hopper."""
     workspaces = []
-    shares = reads == Reads.SHARED
-    operation = sparse_attention_windows if shares else prefill_attention
 
     def attend(q, *args, **more):
         workspaces.append(len(q))
-        return operation(q, *args, **more)
+        return prefill_attention(q, *args, **more)
 
-    monkeypatch.setattr(heads, operation.name, attend)
-    monkeypatch.setattr(decode_runner, "reads_in", lambda *_: lambda entries: reads)
+    monkeypatch.setattr(heads, "prefill_attention", attend)
+    monkeypatch.setattr(decode_runner, "reads_in", lambda *_: lambda entries: Reads.DECODED)
     engine = _engine(dspark_model, chunk_size=50, draft_tokens=draft_tokens, decode="fixed")
     done = _serve(engine)
     assert _texts(done) == alone

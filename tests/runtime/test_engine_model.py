@@ -14,7 +14,7 @@ from anymla.layers import heads
 from anymla.layers.output_projection import OutputProjection
 from anymla.model.load import load_model
 from anymla.ops import registry
-from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
+from anymla.ops.attention import prefill_attention, prefill_attention_fp8_quant
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request

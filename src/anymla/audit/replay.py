@@ -13,6 +13,7 @@ from anymla.audit.case import Case
 from anymla.audit.case_forms import check_form
 from anymla.audit.checks import Finding, attended, dense_weight, judge
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+from anymla.ops.attention import sparse_attention
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_pre
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
@@ -20,7 +21,6 @@ from anymla.ops.linear import fp8_block_linear, grouped_output_projection, linea
 from anymla.ops.moe import experts, route_biased, route_hash
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
 from anymla.ops.registry import BackendUnavailable
-from anymla.ops.sparse_attention import sparse_attention
 
 BACKENDS = ("reference", "torch", "triton")
 

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from anymla.ops.attention import sparse_attention_plan
 from anymla.ops.device import target_of
-from anymla.ops.sparse_attention import sparse_attention_plan
 
 
 @dataclasses.dataclass

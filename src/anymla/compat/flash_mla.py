@@ -38,8 +38,8 @@ from anymla.formats.page_layout import (
     V41_MAIN_FP8_SPLIT,
     get_layout,
 )
+from anymla.ops.attention import sparse_attention, sparse_attention_rows
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, require
-from anymla.ops.sparse_attention import sparse_attention, sparse_attention_rows
 
 __all__ = [
     "FlashMLASchedMeta",

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from anymla.layers.caches import LayerCache
 from anymla.layers.plans import Plans
-from anymla.layers.rows import PrefillRows, RequestRows, Rows, SharedRows
+from anymla.layers.rows import PrefillRows, RequestRows, Rows
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Step
-from anymla.ops.linear import inverse_rope_fp8_quant
-from anymla.ops.prefill_attention import prefill_attention, prefill_attention_fp8_quant
-from anymla.ops.sparse_attention import (
+from anymla.ops.attention import (
+    prefill_attention,
+    prefill_attention_fp8_quant,
     sparse_attention,
     sparse_attention_fp8_quant,
-    sparse_attention_windows,
-    sparse_attention_windows_fp8_quant,
 )
+from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.streams import scratch_scope
 
 
@@ -36,7 +35,6 @@ class AttentionInputs:
         kind: what the lists have in common with those of other layers.
         chunk: the workspace of the step's prefill, or of its decodes, or None: all is attended to
             by slots.
-        shared: what the queries of each request share, or None: each has a list of its own.
         selected: int32 [T, K], what the indexer chose of the workspace's entries; None for all.
     """
 
@@ -46,7 +44,6 @@ class AttentionInputs:
     plans: Plans
     kind: str | None
     chunk: PrefillRows | RequestRows | None = None
-    shared: SharedRows | None = None
     selected: Tensor | None = None
 
     @classmethod
@@ -61,8 +58,7 @@ class AttentionInputs:
         """Of all tokens of a step; see the attributes."""
         kind = spec.listed
         name = kind or WINDOW_GROUP
-        chunk, shared = step.chunks.get(name), step.shared.get(name)
-        return cls(cache, step.window, entries, step.plans, kind, chunk, shared, selected)
+        return cls(cache, step.window, entries, step.plans, kind, step.chunks.get(name), selected)
 
     @property
     def decodes(self) -> int:
@@ -119,10 +115,6 @@ class Heads:
 
     def attend(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """Outputs [T, H, D]: by slots, and from one workspace where the step has one."""
-        if inputs.shared is not None:
-            cache, given, named = self._shared(inputs.shared, inputs.cache)
-            attended: Tensor = sparse_attention_windows(q, cache, *given, **named)[0]
-            return attended
         chunk = inputs.chunk
         if chunk is None:
             return self._by_slots(q, inputs, None)
@@ -146,12 +138,6 @@ class Heads:
         self, q: Tensor, inputs: AttentionInputs, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As ``attend``, then rotated back and quantised: codes and scales by group."""
-        if inputs.shared is not None:
-            cache, given, named = self._shared(inputs.shared, inputs.cache)
-            codes, scales = sparse_attention_windows_fp8_quant(
-                q, cache, *given, positions, cos_sin, n_groups=self.groups, **named
-            )
-            return codes, scales
         chunk = inputs.chunk
         if chunk is None:
             return self._quantised_by_slots(q, inputs, positions, cos_sin)
@@ -176,17 +162,6 @@ class Heads:
         # Not every device joins tensors of float8.
         together = torch.cat((codes.view(torch.uint8), quantised[0].view(torch.uint8)))
         return together.view(codes.dtype), torch.cat((scales, quantised[1]))
-
-    def _shared(
-        self, shared: SharedRows, cache: LayerCache
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, Any]]:
-        """What attention to shared rows is given: the cache, lists, and the rest by name."""
-        named = {"queries": shared.queries, "sink": self.sink, "layout": cache.format.main}
-        return (
-            cache.window,
-            (shared.slots, shared.counts),
-            named | {"backend": self.backend},
-        )
 
     def _by_slots(self, q: Tensor, inputs: AttentionInputs, out: Tensor | None) -> Tensor:
         attended: Tensor = sparse_attention(

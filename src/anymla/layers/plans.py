@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.layers.rows import Rows
-from anymla.ops.sparse_attention import sparse_attention_plan
+from anymla.ops.attention import sparse_attention_plan
 
 
 class Plans:

@@ -1,4 +1,4 @@
-"""Rows that the queries of a decode step see, listed or decoded once a request.
+"""Rows that the queries of a decode step see, decoded once a request.
 
 The queries of a request stand at neighbouring positions. Their windows are the same rows but for a
 few, and in layers without an indexer they see the same entries but for the last ones.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.layers.rows import GroupStep, RequestRows, SharedRows
-from anymla.ops.step_indices import window_rows
+from anymla.layers.rows import GroupStep, RequestRows
 
 
 def request_rows(
@@ -64,34 +63,3 @@ def request_rows(
         0 if compressed is None else entries, last,
         None if compressed is None else compressed.block_table, ranges,
     )  # fmt: skip
-
-
-def shared_rows(
-    starts: Tensor,
-    counts: Tensor,
-    window_group: GroupStep,
-    *,
-    window: int,
-    queries: int,
-    backend: str | None = None,
-) -> SharedRows:
-    """Windows of a step's queries, a list a request; nothing is read back from the device.
-
-    Args:
-        starts: int32 [R], positions of the requests' first tokens.
-        counts: int32 [R], their tokens, at most ``queries``; 0 for requests that are not there.
-        window_group: of the window cache.
-        window: tokens that a query sees, itself included.
-        queries: rows of each request in the step.
-        backend: of the selection operations.
-    """
-    requests, columns = len(starts), window + queries - 1
-    first = (starts - (window - 1)).unsqueeze(1)
-    positions = first + torch.arange(columns, device=starts.device)
-    there = (positions >= 0) & (positions < (starts + counts).unsqueeze(1))
-    request = torch.arange(requests, dtype=torch.int32, device=starts.device).unsqueeze(1)
-    slots, _ = window_rows(
-        positions.flatten(), torch.where(there, request, -1).flatten(), window_group.block_table,
-        block_size=window_group.page_size, window=1, backend=backend,
-    )  # fmt: skip
-    return SharedRows(slots.view(requests, columns), counts, queries)

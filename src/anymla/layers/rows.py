@@ -106,24 +106,6 @@ class PrefillRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedRows:
-    """Rows that the queries of a decode step see, listed once a request.
-
-    The step has ``queries`` rows a request, one behind the other; query j sees W columns of its
-    request's list from column j on.
-
-    Attributes:
-        slots: int32 [R, W + queries - 1], of the window cache; -1 where there is no row.
-        counts: int32 [R], queries of each request that are there.
-        queries: of a request.
-    """
-
-    slots: Tensor
-    counts: Tensor
-    queries: int
-
-
-@dataclasses.dataclass(frozen=True)
 class RequestRows:
     """Rows that the queries of a decode step see, decoded once a request, in one workspace.
 

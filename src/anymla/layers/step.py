@@ -8,14 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from anymla.layers.plans import Plans
-from anymla.layers.rows import (
-    GroupStep,
-    NgramRows,
-    PrefillRows,
-    RequestRows,
-    Rows,
-    SharedRows,
-)
+from anymla.layers.rows import GroupStep, NgramRows, PrefillRows, RequestRows, Rows
 from anymla.layers.side_stream import INLINE, SideStream
 
 Recorder = Callable[[str, int, Tensor], None]
@@ -45,8 +38,6 @@ class Step:
         chunks: rows that the prefill requests see, by compressed group, or by the window's for
             layers without one, if attention reads them as one workspace instead of by slots. In
             decode steps of several queries a request, the rows that all requests see.
-        shared: by the same names, what the queries of each request share, where attention decodes
-            it once for some of them; in decode steps of as many rows a request.
         side: further streams, for work that may run in parallel with the query's projection.
         plans: plans of attention by slots, built by the first layer of a kind.
         selections: by layer, the selection that later layers attend to as well: int32 [T, K], in
@@ -73,7 +64,6 @@ class Step:
     index_lens: Mapping[str, Tensor]
     padded: bool = False
     chunks: Mapping[str, PrefillRows | RequestRows] = dataclasses.field(default_factory=dict)
-    shared: Mapping[str, SharedRows] = dataclasses.field(default_factory=dict)
     side: SideStream = INLINE
     plans: Plans = dataclasses.field(default_factory=Plans)
     selections: dict[int, tuple[Tensor, Rows]] = dataclasses.field(default_factory=dict)

@@ -17,7 +17,6 @@ __all__ = [
     "bar_warp_sync_after",
     "cp_async_bulk_prefetch_l2",
     "cp_async_bulk_wait_group_0",
-    "cvt_bf16x2_e4m3x4_mul",
     "cvt_e4m3x2_f32",
     "cvt_e4m3x8_e2m1x8_table",
     "cvt_f16_e4m3x4",
@@ -721,23 +720,6 @@ def cvt_f16x2_e4m3x4_mul(codes, factor):
         "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
         "cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
         "mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $3; }",
-        "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def cvt_bf16x2_e4m3x4_mul(codes, factor):
-    """Four e4m3 codes times two packed bfloat16, as two pairs of bfloat16; NaN becomes 480.
-
-    Sign, exponent and mantissa of a code go where bfloat16 has them; exponents differ by 120.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80; "
-        "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; "
-        "and.b32 c, a, 0x80008000; and.b32 d, b, 0x80008000; "
-        "shr.u32 a, a, 4; shr.u32 b, b, 4; and.b32 a, a, 0x07F007F0; and.b32 b, b, 0x07F007F0; "
-        "or.b32 a, a, c; or.b32 b, b, d; mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 b, b, k; "
-        "mul.rn.bf16x2 $0, a, $3; mul.rn.bf16x2 $1, b, $3; }",
         "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 

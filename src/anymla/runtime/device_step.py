@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from anymla.layers.request_rows import request_rows, shared_rows
-from anymla.layers.rows import GroupStep, RequestRows, Rows, SharedRows
+from anymla.layers.request_rows import request_rows
+from anymla.layers.rows import GroupStep, RequestRows, Rows
 from anymla.layers.step import Step
 from anymla.ops.step_indices import compressed_rows, slot_mapping, token_to_request, window_rows
 from anymla.runtime.cache_groups import CacheGroup
@@ -54,7 +54,6 @@ class Reads(enum.Enum):
     """Ways in which queries of a request read the rows that they share."""
 
     SLOTS = "each by a list of its own"
-    SHARED = "decoded as they are attended to, once for some of the queries"
     DECODED = "decoded beforehand, once for all of the queries"
 
 
@@ -117,15 +116,8 @@ def device_step(
     assert window is not None
     stops = batch.starts + counts
     chunks: dict[str, RequestRows] = {}
-    shared: dict[str, SharedRows] = {}
     if reads is not None:
         chunks = _chunks(positions, token_to_req, stops, groups, grouped, dense, sizes, reads)
-        if reads(0) == Reads.SHARED:
-            own = _window_of(groups)
-            shared[own.name] = shared_rows(
-                batch.starts, counts, grouped[own.name], window=_retained(own),
-                queries=max(sizes.query_lens), backend=backend,
-            )  # fmt: skip
     return Step(
         token_ids=batch.token_ids.long(),
         positions=positions,
@@ -142,7 +134,6 @@ def device_step(
         index_lens=index_lens,
         padded=batch.counts is not None,
         chunks=chunks,
-        shared=shared,
     )
 
 

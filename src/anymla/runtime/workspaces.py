@@ -6,12 +6,10 @@ import functools
 
 import torch
 
-from anymla.formats.page_layout import MAIN_FP8
 from anymla.layers.attention import AttentionLayer
 from anymla.model.transformer import Transformer
+from anymla.ops.attention.prefill_config import CHANNELS, decoding_pays_in_steps, runs_on
 from anymla.ops.device import target_of
-from anymla.ops.prefill_attention.config import CHANNELS, decoding_pays_in_steps, runs_on
-from anymla.ops.sparse_attention.config import WINDOW_PLACES, sharing_pays
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import ChooseReads, Reads
@@ -29,30 +27,15 @@ def reads_in(model: Transformer, store: CacheStore, bucket: Bucket) -> ChooseRea
     if bucket.tokens < 2 or not attends_to_workspaces(model):
         return None
     attention = next(each for each in model.modules() if isinstance(each, AttentionLayer))
-    fp8 = store.layers[0].format.main == MAIN_FP8
     return functools.partial(
         _choice,
         bucket.requests,
         bucket.tokens,
         attention.heads.count,
         target_of(model.device).sm_count,
-        fp8 and attention.spec.window <= WINDOW_PLACES,
-        attention.output.quantize_heads,
     )
 
 
-def _choice(
-    requests: int,
-    queries: int,
-    heads: int,
-    sm_count: int,
-    sharable: bool,
-    quantized: bool,
-    entries: int,
-) -> Reads:
-    pays = functools.partial(sharing_pays, requests, queries, heads, quantized=quantized)
-    if sharable and not entries and pays():
-        return Reads.SHARED
-    if decoding_pays_in_steps(requests, queries, heads, entries, sm_count):
-        return Reads.DECODED
-    return Reads.SLOTS
+def _choice(requests: int, queries: int, heads: int, sm_count: int, entries: int) -> Reads:
+    pays = decoding_pays_in_steps(requests, queries, heads, entries, sm_count)
+    return Reads.DECODED if pays else Reads.SLOTS

@@ -12,8 +12,8 @@ from torch import Tensor
 from anymla.bench.kernels import Case, backend
 from anymla.bench.random_caches import shared_rows
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.ops.sparse_attention import sparse_attention
-from anymla.ops.sparse_attention.shapes import V32_DECODE, AttentionShape
+from anymla.ops.attention import sparse_attention
+from anymla.ops.attention.decode_shapes import V32_DECODE, AttentionShape
 
 _PAGE = 64
 _WINDOW_SLOTS, _ENTRY_SLOTS = 1 << 17, 1 << 18  # 77 and 153 MB of rows: more than an L2 cache

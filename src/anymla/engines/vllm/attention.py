@@ -15,11 +15,10 @@ from anymla.engines.vllm.pinned import PLATFORMS
 from anymla.engines.vllm.prefill import Chunk, plans_of_step, scratch_memory, workspace_rows
 from anymla.formats.fp8_block import dequantize_fp8_weight
 from anymla.layers.rows import Rows
+from anymla.ops.attention import prefill_attention, sparse_attention
 from anymla.ops.kv_cache import dequantize_and_gather_k_cache
 from anymla.ops.linear import grouped_output_projection
 from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
-from anymla.ops.prefill_attention import prefill_attention
-from anymla.ops.sparse_attention import sparse_attention
 from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 from anymla.ops.streams import scratch, scratch_scope
 

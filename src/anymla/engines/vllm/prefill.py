@@ -22,7 +22,7 @@ from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_man
 
 from anymla.engines.vllm.step import once
 from anymla.layers.plans import Plans
-from anymla.ops.prefill_attention.config import decoding_pays, runs_on
+from anymla.ops.attention.prefill_config import decoding_pays, runs_on
 from anymla.ops.streams import Workspace
 
 

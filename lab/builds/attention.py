@@ -1,0 +1,158 @@
+"""Calls of attention whose launches are what is built, and what builds must fulfil."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from anymla.formats.page_layout import (
+    MAIN_FP8,
+    ROWS_BF16_512,
+    ROWS_FP32_512,
+    V32_FP8,
+    get_layout,
+)
+from anymla.ops.attention.decode_config import FP8_CODES, NVFP4
+from anymla.ops.attention.decode_shapes import (
+    CALLS,
+    CAPTURED_CALLS,
+    V32_DECODE,
+    V41_CALLS,
+    AttentionCall,
+    AttentionShape,
+)
+from anymla.ops.attention.interface import (
+    sparse_attention,
+    sparse_attention_fp8_quant,
+    sparse_attention_plan,
+    sparse_attention_rows,
+)
+from anymla.ops.device import Target
+from lab.build import Build, Judgement, empty
+from lab.builds import attention_prefill
+
+_PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
+
+
+def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Named calls, with tensors on the meta device."""
+    if target.name == "sm_90":
+        # First, because lengths of full lists are kept.
+        for call in CAPTURED_CALLS:
+            yield f"{call}, captured", functools.partial(_captured, call)
+        for call in CALLS:
+            yield str(call), functools.partial(attend, call)
+        for call in V41_CALLS:
+            if call.layout != MAIN_FP8:
+                yield str(call), functools.partial(attend, call)
+    for tokens, heads in itertools.product((1, 32, 512), (16, 32, 64)):
+        shape = AttentionShape(tokens, heads, 128, 512)
+        for layout in (MAIN_FP8, ROWS_BF16_512, ROWS_FP32_512):
+            dtype = torch.float32 if layout == ROWS_FP32_512 else torch.bfloat16
+            call = AttentionCall(shape, layout=layout)
+            yield f"{call}, Triton", functools.partial(attend, call, dtype, "triton")
+        v32 = dataclasses.replace(V32_DECODE, tokens=tokens, heads=heads)
+        call = AttentionCall(v32, layout=V32_FP8)
+        yield f"{call}, Triton", functools.partial(attend, call, backend="triton")
+        for channels in (512, 576):
+            label = f"{tokens} tokens, {heads} heads, rows of {channels}, largest scores"
+            yield label, functools.partial(_attend_rows, tokens, heads, channels)
+    for tokens in (1, 8, 16, 64):
+        call = AttentionCall(AttentionShape(tokens, 64, 128, 512), quantized=True)
+        yield f"{call}, Triton", functools.partial(attend, call, backend="triton")
+        call = dataclasses.replace(call, quantized=False)
+        yield f"{call}, Triton", functools.partial(attend, call, backend="triton")
+        call = dataclasses.replace(call, layout=ROWS_FP32_512)
+        yield f"{call}, Triton", functools.partial(attend, call, torch.float32, "triton")
+    for call in V41_CALLS:
+        yield f"{call}, Triton", functools.partial(attend, call, backend="triton")
+    yield from attention_prefill.calls(target)
+
+
+def attend(
+    call: AttentionCall, dtype: torch.dtype = torch.bfloat16, backend: str | None = None
+) -> None:
+    """Call the operation with tensors that hold nothing."""
+    shape, extra_layout = call.shape, call.extra_layout or call.layout
+    tokens, heads = shape.tokens, shape.heads
+    given, kinds = [], {}
+    for width, page, layout in (
+        (shape.window, call.page, call.layout),
+        (shape.entries, call.extra_page, extra_layout),
+    ):
+        if width:
+            lengths = empty(tokens, dtype=torch.int32) if call.lengths else None
+            listed = empty((tokens, width), dtype=torch.int32)
+            given.append((get_layout(layout).allocate(_PAGES, page, "meta"), listed, lengths))
+    if len(given) > 1:
+        names = ("extra_cache", "extra_indices", "extra_lengths")
+        kinds = dict(zip(names, given[1], strict=True))
+    plan: Tensor | None = None
+    if call.planned:
+        extra = shape.entries or None
+        plan = sparse_attention_plan(
+            given[0][2], kinds.get("extra_lengths"), heads=heads, width=shape.window,
+            extra_width=extra,
+        )  # fmt: skip
+    q = empty((tokens, heads, shape.dim), dtype=dtype)
+    sink = empty(heads, dtype=torch.float32) if call.sink else None
+    options: dict[str, Any] = {
+        "sink": sink, "layout": call.layout, "extra_layout": extra_layout, "backend": backend,
+        "batch_invariant": call.batch_invariant, "plan": plan, **kinds,
+    }  # fmt: skip
+    if call.quantized:
+        positions = empty(tokens, dtype=torch.int64)
+        table = empty((4096, _ROPE_DIM), dtype=torch.float32)
+        sparse_attention_fp8_quant(q, *given[0], positions, table, n_groups=_GROUPS, **options)
+    else:
+        sparse_attention(q, *given[0], value_dim=shape.values, **options)
+
+
+def _captured(call: AttentionCall) -> None:
+    """As while a graph is captured and nothing has run before: nothing can be kept."""
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        attend(call)
+
+
+def _attend_rows(tokens: int, heads: int, channels: int) -> None:
+    q = empty((tokens, heads, channels), dtype=torch.bfloat16)
+    sparse_attention_rows(
+        q, empty((4096, channels), dtype=torch.bfloat16),
+        empty((tokens, 640), dtype=torch.int32), sink=empty(heads, dtype=torch.float32),
+        max_logits=empty((tokens, heads), dtype=torch.float32), backend="triton",
+    )  # fmt: skip
+
+
+def judgement(build: Build, target: Target) -> Judgement:
+    """Spills that are accepted, and the matrix instructions that there must be."""
+    if build.name == "prefill_kernel":
+        return attention_prefill.judgement(build, target)
+    if build.name == "decode_m64_kernel":
+        # At the ends of splits and in the bf16 fallback, three in the producers' loop.
+        return Judgement(matrix=True, spills=700)
+    if build.name == "decode_swap_ab_kernel":
+        return Judgement(matrix=True, spills=280)  # around the loop, with 32 heads; none in it
+    if build.name != "decode_kernel":
+        return Judgement()
+    matrix = build.types["q_ptr"] != "*fp32"
+    # Over both loops, of which the second hardly ever runs.
+    if target.name.startswith("gfx1"):
+        # RDNA has no registers for queries as matrix operands, whatever the tile.
+        return Judgement(matrix, spills=1500)
+    if build.constants["BH"] == 64:
+        # 64 heads x 512 channels of sums are half of all registers of an H200's SM, and it is still
+        # the fastest tile there.
+        return Judgement(matrix, spills=700)
+    if build.constants["CODED"] in (FP8_CODES, NVFP4):
+        # More scales than V4's rows have, in V4's tiles of 32 heads: 24 on sm_90.
+        return Judgement(matrix, spills=30)
+    if target.native_e4m3:
+        return Judgement(matrix, spills=11)  # Triton 3.7.1; at most 10 by 3.6 and 3.9
+    return Judgement(matrix, spills=100 if build.constants["CHANNELS"] <= 512 else 200)

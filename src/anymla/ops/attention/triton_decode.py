@@ -1,0 +1,844 @@
+"""Decode attention in Triton, on any GPU: one token over a range of its listed rows.
+
+Grid: one axis of tokens x blocks of heads x splits, the splits of a token side by side.
+
+A CTA walks over its split of the token's lists, blocks of ``BN`` columns, first those of one
+cache, then those of the other, with a running maximum, sums of probabilities and five accumulators
+(128 + 128 + 128 + 64 + 64 channels for V4's rows), or four where the last tile is no value (V3.2's
+rows). Scores are sums of one product a tile. The slots of the next block are read while this one is
+computed. With ``SPLIT`` the CTAs of a token store partials for ``triton_decode_combine``.
+
+Products are heads x rows, or, with ``KEYS_FIRST`` (swap_ab), rows x heads, which pads no heads
+where a matrix instruction wants 64 rows. Scores are [heads, rows] or [rows, heads], accumulators
+[heads, channels] or [channels, heads].
+
+Rows are read as tiles of 128 and 64 channels. A V4 row is three tiles of two blocks of codes, one
+block of codes, and the bfloat16 tail: 448 + 64 channels = 128 + 128 + 128 + 64 + 64. V4.1's rows
+have as many tiles, and no tail. A V3.2 row is four tiles of a block of codes and the tail: 512 +
+64. A plain row is tiles of 128 and what is left.
+
+MODE is the precision of the products: 0 for float16, 1 for bfloat16, 2 for float32; the order is
+that of ``config.MODES``. FP8 rows are computed in float16: every row is multiplied by ``LIFT``, and
+``float16_range`` says which scales are exact then. The tail is for magnitudes below 512, or any
+that float16 holds if it is part of the key alone: then the query is multiplied instead. Whatever
+lies outside becomes NaN or infinite on purpose: it shows in the sums, and then the CTA computes
+its range again in bfloat16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anymla.formats.nvfp4 import NVFP4_BLOCK
+from anymla.formats.pages import PageLayout
+from anymla.formats.records import InlineFp8Layout, RowNvfp4Layout, SplitFp8Layout
+from anymla.formats.triton_cast import (
+    e2m1_to_fp16,
+    e2m1_to_fp32,
+    e4m3_to_fp16,
+    e4m3_to_fp32,
+    exp2_int,
+    ue8m0_to_fp32,
+)
+from anymla.formats.triton_words import E4M3_WORD_UNIT, e4m3_words_to_fp16
+from anymla.ops.attention import float16_range
+from anymla.ops.attention.decode_config import FP8_CODES, FP8_TAIL, INLINE, NVFP4, PLAIN
+from anymla.ops.attention.triton_decode_combine import SUMS
+
+# Channels that ``walk_rows`` has in one tile.
+ROW = 512
+
+LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_SUMS = tl.constexpr(SUMS)
+_NO_MAXIMUM = tl.constexpr(-1e30)
+_ROW = tl.constexpr(ROW)
+_NO_SCORE = tl.constexpr(-3e38)
+# float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
+_SHIFT = tl.constexpr(15.0)
+_LIFT_EXPONENT = tl.constexpr(float16_range.LIFT)
+LIFT = tl.constexpr(2.0**float16_range.LIFT)
+_LEAST_BYTE = tl.constexpr(float16_range.exact_scale_bytes(float16_range.LIFT)[0])
+_LAST_BYTE = tl.constexpr(float16_range.exact_scale_bytes(float16_range.LIFT)[1])
+_LEAST_SCALE = tl.constexpr(2.0 ** float16_range.exact_scale_exponents(float16_range.LIFT)[0])
+_LAST_SCALE = tl.constexpr(2.0 ** float16_range.exact_scale_exponents(float16_range.LIFT)[1])
+# Writers give all-zero blocks scales down to the smallest float32; no code makes one of 2^-100 or
+# less visible beside any other block.
+_NOTHING = tl.constexpr(2.0**-100)
+_FLOAT16_MAX = tl.constexpr(float16_range.FLOAT16_MAX)
+_LARGEST_NVFP4_SCALE = tl.constexpr(float16_range.largest_nvfp4_scale(float16_range.LIFT))
+
+
+@triton.jit
+def narrow(x, MODE: tl.constexpr):
+    """Round float32 to the operands' type."""
+    if MODE == 0:
+        return x.to(tl.float16)
+    elif MODE == 1:
+        return x.to(tl.bfloat16)
+    else:
+        return x
+
+
+@triton.jit
+def coded_tile(
+    data,
+    scales,
+    ok,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Blocks FIRST .. FIRST + COUNT of e4m3 rows.
+
+    Args:
+        data: uint8 pointers [n] to the rows' codes.
+        scales: uint8 pointers [n] to their scale bytes.
+        ok: bool [n]; other rows are not read and give zeros.
+        FIRST: first block.
+        COUNT: blocks, a power of two.
+        BLOCK: channels that share a scale.
+        MODE: type of the result.
+        NATIVE: convert by instructions.
+        ONCE: decode once for products whose operands are registers (half the instructions of
+            the loop; measured on an H200 it takes a quarter of the time off).
+
+    Returns:
+        [n, COUNT * BLOCK].
+    """
+    block = FIRST + tl.arange(0, COUNT)
+    channel = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    codes = tl.load(data[:, None, None] + channel, mask=ok[:, None, None], other=0)
+    byte = tl.load(scales[:, None] + block[None, :], mask=ok[:, None], other=_LAST_BYTE)
+    if MODE == 0:
+        exponent = byte.to(tl.int32)
+        exact = (exponent >= _LEAST_BYTE) & (exponent <= _LAST_BYTE)
+        factor = ((exponent + _LIFT_EXPONENT) << 23).to(tl.float32, bitcast=True)
+        factor = tl.where(exact, factor, float("nan"))
+    else:
+        factor = ue8m0_to_fp32(byte)
+    if ONCE:
+        # Not needed for the values, which are zeros there: a factor that does not come from memory
+        # alone keeps the compiler from decoding once for each of the two products.
+        factor = tl.where(ok[:, None], factor, 0.0)
+    if MODE == 0:
+        rows = e4m3_to_fp16(codes, NATIVE) * factor.to(tl.float16)[:, :, None]
+    else:
+        rows = narrow(e4m3_to_fp32(codes, NATIVE) * factor[:, :, None], MODE)
+    return tl.reshape(rows, [data.shape[0], COUNT * BLOCK])
+
+
+@triton.jit
+def nvfp4_tile(
+    data,
+    scales,
+    ok,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Channels FIRST .. FIRST + WIDTH of e2m1 rows with an e4m3 scale for BLOCK of them.
+
+    Other arguments as in ``coded_tile``; a scale may be any byte.
+
+    Returns:
+        [n, WIDTH].
+    """
+    ROWS: tl.constexpr = data.shape[0]
+    byte = FIRST // 2 + tl.arange(0, WIDTH // 2)
+    packed = tl.load(data[:, None] + byte[None, :], mask=ok[:, None], other=0)
+    block = FIRST // BLOCK + tl.arange(0, WIDTH // BLOCK)
+    code = tl.load(scales[:, None] + block[None, :], mask=ok[:, None], other=0)
+    factor = e4m3_to_fp32(code, NATIVE)
+    if MODE == 0:
+        fits = tl.abs(factor) <= _LARGEST_NVFP4_SCALE
+        factor = tl.where(fits, factor * LIFT, float("nan"))
+    if ONCE:
+        factor = tl.where(ok[:, None], factor, 0.0)
+    if MODE == 0:
+        x = tl.join(e2m1_to_fp16(packed & 15), e2m1_to_fp16(packed >> 4))
+        factor = factor.to(tl.float16)
+    else:
+        x = tl.join(e2m1_to_fp32(packed & 15), e2m1_to_fp32(packed >> 4))
+    x = tl.reshape(x, [ROWS, WIDTH // BLOCK, BLOCK]) * factor[:, :, None]
+    return narrow(tl.reshape(x, [ROWS, WIDTH]), MODE)
+
+
+@triton.jit
+def block_tile(
+    data,
+    scales,
+    ok,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CODED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Channels FIRST .. FIRST + WIDTH of e4m3 or NVFP4 rows, [n, WIDTH]; see ``coded_tile``."""
+    if CODED == 4:
+        return nvfp4_tile(data, scales, ok, FIRST, WIDTH, BLOCK, MODE, NATIVE, ONCE)
+    else:
+        return coded_tile(
+            data, scales, ok, FIRST // BLOCK, WIDTH // BLOCK, BLOCK, MODE, NATIVE, ONCE
+        )
+
+
+@triton.jit
+def scales_of(
+    pages, data, entries, offset, CODED: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the scales of rows, in their page's own plane or right behind their codes."""
+    if DATA == SCALES:
+        return data + (CHANNELS // 2 if CODED == 4 else CHANNELS)
+    else:
+        return pages + entries.to(tl.int64) * DATA + offset.to(tl.int64) * SCALES
+
+
+@triton.jit
+def inline_tile(
+    data,
+    scales,
+    ok,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Block FIRST of e4m3 rows whose scales are float32 at pointers ``scales`` [n].
+
+    Arguments as in ``coded_tile``; any scale is taken, and the value rounded to the result's type.
+
+    Returns:
+        [n, BLOCK].
+    """
+    channel = FIRST * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(data[:, None] + channel[None, :], mask=ok[:, None], other=0)
+    factor = tl.load(scales + FIRST, mask=ok, other=1.0)
+    if MODE == 0:
+        size = tl.abs(factor)
+        fits = ((size >= _LEAST_SCALE) & (size <= _LAST_SCALE)) | (size <= _NOTHING)
+        factor = tl.where(fits, factor * LIFT, float("nan"))
+    if ONCE:
+        factor = tl.where(ok, factor, 0.0)
+    if MODE == 0:
+        return e4m3_to_fp16(codes, NATIVE) * factor.to(tl.float16)[:, None]
+    else:
+        return narrow(e4m3_to_fp32(codes, NATIVE) * factor[:, None], MODE)
+
+
+@triton.jit
+def plain_tile(
+    rows,
+    ok,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Channels FIRST .. FIRST + WIDTH of plain rows at pointers [n]; zeros past CHANNELS."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    inside = ok[:, None]
+    if FIRST + WIDTH > CHANNELS:
+        inside = inside & (channel < CHANNELS)[None, :]
+    x = tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
+    if MODE == 0:
+        return (x.to(tl.float32) * LIFT).to(tl.float16)
+    elif MODE == 1:
+        return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def tail_tile(rows, ok, WIDTH: tl.constexpr, MODE: tl.constexpr, KEY: tl.constexpr):
+    """WIDTH bfloat16 channels at pointers [n]; with KEY they are no value, and not lifted."""
+    if KEY and MODE == 0:
+        channel = tl.arange(0, WIDTH)
+        x = tl.load(rows[:, None] + channel[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
+        # An infinity could hide behind a probability of 0.
+        return tl.where(tl.abs(x) <= _FLOAT16_MAX, x, float("nan")).to(tl.float16)
+    else:
+        return plain_tile(rows, ok, 0, WIDTH, WIDTH, MODE)
+
+
+@triton.jit
+def load_heads(
+    q, stride, heads, H, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Channels of q as float32: [heads, WIDTH], or [WIDTH, heads]."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    if KEYS_FIRST:
+        at = channel[:, None] + heads[None, :] * stride
+        inside = (heads < H)[None, :] & (channel < CHANNELS)[:, None]
+    else:
+        at = heads[:, None] * stride + channel[None, :]
+        inside = (heads < H)[:, None] & (channel < CHANNELS)[None, :]
+    return tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def largest_of(x, KEYS_FIRST: tl.constexpr):
+    """The largest magnitude of every head."""
+    return tl.max(tl.abs(x), 0 if KEYS_FIRST else 1)
+
+
+@triton.jit
+def across(x, KEYS_FIRST: tl.constexpr):
+    """Values of the heads, to be broadcast over the other axis."""
+    if KEYS_FIRST:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def score(q, rows, scores, KEYS_FIRST: tl.constexpr):
+    """Scores, with those of one more tile of channels."""
+    if KEYS_FIRST:
+        return tl.dot(rows, q, scores, input_precision="ieee")
+    else:
+        return tl.dot(q, tl.trans(rows), scores, input_precision="ieee")
+
+
+@triton.jit
+def weigh(p, rows, sums, decay, KEYS_FIRST: tl.constexpr):
+    """Sums that decay, with a step's rows weighed by p."""
+    if KEYS_FIRST:
+        return tl.dot(tl.trans(rows), p, sums * decay, input_precision="ieee")
+    else:
+        return tl.dot(p, rows, sums * decay, input_precision="ieee")
+
+
+@triton.jit
+def zeros(BH: tl.constexpr, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Zeros for the heads by WIDTH others."""
+    if KEYS_FIRST:
+        return tl.zeros([WIDTH, BH], tl.float32)
+    else:
+        return tl.zeros([BH, WIDTH], tl.float32)
+
+
+@triton.jit
+def store_heads(
+    to, stride, heads, H, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Write channels FIRST .. FIRST + WIDTH of the heads, as far as there are VALUES."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    if KEYS_FIRST:
+        at = channel[:, None] + heads[None, :] * stride
+        inside = (heads < H)[None, :] & (channel < VALUES)[:, None]
+    else:
+        at = heads[:, None] * stride + channel[None, :]
+        inside = (heads < H)[:, None] & (channel < VALUES)[None, :]
+    tl.store(to + at, x.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _next_slots(block, blocks0, rows0, rows1, BN: tl.constexpr, TWO: tl.constexpr):
+    """Slots of a block of columns, -1 where there is none; the caches as in ``walk``."""
+    n0, list0, limit0 = rows0[0], rows0[1], rows0[2]
+    if TWO:
+        n1, list1, limit1 = rows1[0], rows1[1], rows1[2]
+        here = block < blocks0
+        column = tl.where(here, block, block - blocks0) * BN + tl.arange(0, BN)
+        slots = tl.load(
+            tl.where(here, list0, list1) + column, mask=column < tl.where(here, n0, n1), other=-1
+        )
+        limit = tl.where(here, limit0, limit1)
+    else:
+        column = block * BN + tl.arange(0, BN)
+        slots = tl.load(list0 + column, mask=column < n0, other=-1)
+        limit = limit0
+    return tl.where((slots >= 0) & (slots < limit), slots, -1)
+
+
+@triton.jit
+def _places(slots, block, blocks0, rows0, rows1, TWO: tl.constexpr):
+    """Where the rows of a block's slots are; the caches as in ``walk``.
+
+    Returns:
+        Whether there is a row, its page, its place there, all [n], and the entries of a page.
+    """
+    kv0, page0, entries0 = rows0[3], rows0[4], rows0[5]
+    kv1, page1, entries1 = rows1[3], rows1[4], rows1[5]
+    ok = slots >= 0
+    slots = tl.maximum(slots, 0)
+    if TWO:
+        here = block < blocks0
+        kv = tl.where(here, kv0, kv1)
+        entries = tl.where(here, entries0, entries1)
+        page_stride = tl.where(here, page0, page1)
+    else:
+        kv = kv0
+        entries = entries0
+        page_stride = page0
+    page = slots // entries
+    offset = slots - page * entries
+    pages = kv + page.to(tl.int64) * page_stride
+    return ok, pages, offset, entries
+
+
+@triton.jit
+def walk(
+    queries, span, rows0, rows1, row_stride, TILE: tl.constexpr, ROW: tl.constexpr,
+    KEY: tl.constexpr, MODE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Blocks of a span: (highest score, its reference, sum of p, five sums of p times rows).
+
+    Scores are in units of log 2; ``KEY`` leaves the last sum at 0.
+
+    Args:
+        queries: pointer to the token's queries, stride of a head, heads [BH], H, softmax scale.
+        span: first and last block of the walk, and the first block of the second cache.
+        rows0: the first cache: listed rows, their slots, slots it has, pages, page stride, entries
+            of a page.
+        rows1: the second one likewise.
+        row_stride: of plain rows.
+        TILE: BH, BN, KEYS_FIRST, TWO, ONCE of the kernel.
+        ROW: CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4 of the kernel.
+        KEY: the last tile of a row is no value.
+        MODE: see the file.
+        NATIVE: convert FP8 by instructions.
+    """
+    BH: tl.constexpr = TILE[0]
+    BN: tl.constexpr = TILE[1]
+    KEYS_FIRST: tl.constexpr = TILE[2]
+    TWO: tl.constexpr = TILE[3]
+    ONCE: tl.constexpr = TILE[4]
+    CODED: tl.constexpr = ROW[0]
+    BLOCK: tl.constexpr = ROW[1]
+    DATA: tl.constexpr = ROW[2]
+    SCALES: tl.constexpr = ROW[3]
+    CHANNELS: tl.constexpr = ROW[4]
+    W3: tl.constexpr = ROW[5]
+    W4: tl.constexpr = ROW[6]
+    q, q_stride, heads, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
+    first, last, blocks0 = span[0], span[1], span[2]
+    T3: tl.constexpr = 384 + W3
+    q0 = load_heads(q, q_stride, heads, H, 0, 128, CHANNELS, KEYS_FIRST)
+    q1 = load_heads(q, q_stride, heads, H, 128, 128, CHANNELS, KEYS_FIRST)
+    q2 = load_heads(q, q_stride, heads, H, 256, 128, CHANNELS, KEYS_FIRST)
+    q3 = load_heads(q, q_stride, heads, H, 384, W3, CHANNELS, KEYS_FIRST)
+    q4 = load_heads(q, q_stride, heads, H, T3, W4, CHANNELS, KEYS_FIRST)
+    factor = tl.full([BH], 1.0, tl.float32) * (scale * LOG2E)
+    if MODE == 0:
+        # A power of two brings each head's largest magnitude into [1, 2).
+        largest = tl.maximum(largest_of(q0, KEYS_FIRST), largest_of(q1, KEYS_FIRST))
+        largest = tl.maximum(largest, largest_of(q2, KEYS_FIRST))
+        largest = tl.maximum(largest, largest_of(q3, KEYS_FIRST))
+        largest = tl.maximum(largest, largest_of(q4, KEYS_FIRST))
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+        exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+        shrink = across(exp2_int(-exponent), KEYS_FIRST)
+        q0, q1, q2, q3, q4 = q0 * shrink, q1 * shrink, q2 * shrink, q3 * shrink, q4 * shrink
+        factor = factor * exp2_int(exponent) * (1.0 / LIFT)
+        if KEY and CODED <= 2:
+            q4 = q4 * LIFT
+    q0, q1, q2 = narrow(q0, MODE), narrow(q1, MODE), narrow(q2, MODE)
+    q3, q4 = narrow(q3, MODE), narrow(q4, MODE)
+    factor = across(factor, KEYS_FIRST)
+
+    shift = _SHIFT if MODE == 0 else 0.0
+    highest = tl.full([BH], _NO_MAXIMUM, tl.float32)
+    total = zeros(BH, BN, KEYS_FIRST)
+    a0 = zeros(BH, 128, KEYS_FIRST)
+    a1 = zeros(BH, 128, KEYS_FIRST)
+    a2 = zeros(BH, 128, KEYS_FIRST)
+    a3 = zeros(BH, W3, KEYS_FIRST)
+    a4 = zeros(BH, W4, KEYS_FIRST)
+    upcoming = _next_slots(first, blocks0, rows0, rows1, BN, TWO)
+    for block in range(first, last):
+        slots = upcoming
+        upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
+        ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
+        if CODED == 2:
+            data = pages + offset.to(tl.int64) * DATA
+            scales_at = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.float32))
+            tail = (data + (CHANNELS - W4 + SCALES)).to(tl.pointer_type(tl.bfloat16))
+            k0 = inline_tile(data, scales_at, ok, 0, BLOCK, MODE, NATIVE, ONCE)
+            k1 = inline_tile(data, scales_at, ok, 1, BLOCK, MODE, NATIVE, ONCE)
+            k2 = inline_tile(data, scales_at, ok, 2, BLOCK, MODE, NATIVE, ONCE)
+            k3 = inline_tile(data, scales_at, ok, 3, BLOCK, MODE, NATIVE, ONCE)
+            k4 = tail_tile(tail, ok, W4, MODE, KEY)
+        elif CODED > 0:
+            data = pages + offset.to(tl.int64) * DATA
+            scales_at = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
+            k0 = block_tile(data, scales_at, ok, 0, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k1 = block_tile(data, scales_at, ok, 128, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k2 = block_tile(data, scales_at, ok, 256, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k3 = block_tile(data, scales_at, ok, 384, W3, CODED, BLOCK, MODE, NATIVE, ONCE)
+            if CODED == 1:
+                tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
+                k4 = tail_tile(tail, ok, W4, MODE, KEY)
+            else:
+                k4 = block_tile(data, scales_at, ok, T3, W4, CODED, BLOCK, MODE, NATIVE, ONCE)
+        else:
+            rows = pages + offset.to(tl.int64) * row_stride
+            k0 = plain_tile(rows, ok, 0, 128, CHANNELS, MODE)
+            k1 = plain_tile(rows, ok, 128, 128, CHANNELS, MODE)
+            k2 = plain_tile(rows, ok, 256, 128, CHANNELS, MODE)
+            k3 = plain_tile(rows, ok, 384, W3, CHANNELS, MODE)
+            k4 = plain_tile(rows, ok, T3, W4, CHANNELS, MODE)
+        s = zeros(BH, BN, KEYS_FIRST)
+        s = score(q0, k0, s, KEYS_FIRST)
+        s = score(q1, k1, s, KEYS_FIRST)
+        s = score(q2, k2, s, KEYS_FIRST)
+        s = score(q3, k3, s, KEYS_FIRST)
+        s = score(q4, k4, s, KEYS_FIRST)
+        s = tl.where(across(ok, not KEYS_FIRST), s * factor, float("-inf"))
+        peak = tl.maximum(highest, tl.max(s, 0 if KEYS_FIRST else 1))
+        decay = across(tl.exp2(highest - peak), KEYS_FIRST)
+        highest = peak
+        p = tl.exp2(s - across(peak - shift, KEYS_FIRST))
+        total = total * decay + p
+        p = narrow(p, MODE)
+        a0 = weigh(p, k0, a0, decay, KEYS_FIRST)
+        a1 = weigh(p, k1, a1, decay, KEYS_FIRST)
+        a2 = weigh(p, k2, a2, decay, KEYS_FIRST)
+        a3 = weigh(p, k3, a3, decay, KEYS_FIRST)
+        if not KEY:
+            a4 = weigh(p, k4, a4, decay, KEYS_FIRST)
+    sums = tl.sum(total, 0 if KEYS_FIRST else 1)
+    if MODE == 0:
+        small = 1.0 / LIFT
+        a0, a1, a2, a3, a4 = a0 * small, a1 * small, a2 * small, a3 * small, a4 * small
+    return highest, highest - shift, sums, a0, a1, a2, a3, a4
+
+
+@triton.jit
+def _bf16_halves(words):
+    """Bfloat16 of the lower and of the upper half of 32 bits."""
+    lower = (words & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    upper = (words.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return lower, upper
+
+
+@triton.jit
+def _load_words(at, word, mask, ALIGNED: tl.constexpr):
+    """Int32 words behind uint8 pointers, byte by byte unless ALIGNED; zeros where not ``mask``."""
+    if ALIGNED:
+        return tl.load(at.to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
+    else:
+        value = tl.load(at + 4 * word, mask=mask, other=0).to(tl.int32)
+        for byte in tl.static_range(1, 4):
+            value |= tl.load(at + (4 * word + byte), mask=mask, other=0).to(tl.int32) << 8 * byte
+        return value
+
+
+@triton.jit
+def coded_rows(
+    data, scales, ok, CODED: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
+    ALIGNED: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Channels 0 .. 511 of FP8 rows, [n, 512]; zeros where not ``ok`` [n].
+
+    Args:
+        data: uint8 pointers [n] to the rows: CODES codes of e4m3, and bfloat16 behind them.
+        scales: pointers [n] to their scales: bytes, or float32 where CODED is 2.
+        ok: bool [n].
+        CODED: as in ``config``.
+        BLOCK: channels that share a scale.
+        CODES: channels that have codes, a multiple of BLOCK.
+        ALIGNED: rows begin at multiples of 8 bytes.
+        MODE: type of the result, bfloat16 or float32.
+    """
+    ROWS: tl.constexpr = data.shape[0]
+    BLOCKS: tl.constexpr = _ROW // BLOCK
+    block = tl.arange(0, BLOCKS)
+    word = (block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :])[None, :, :]
+    there = ok[:, None, None]
+    coded = (block < CODES // BLOCK)[None, :]
+    at = data[:, None, None]
+    if CODES == _ROW:
+        words = _load_words(at, word, there, ALIGNED)
+    else:
+        words = _load_words(at, word, there & coded[:, :, None], ALIGNED)
+    at = scales[:, None] + block[None, :]
+    if CODED == 2:
+        factor = tl.load(at, mask=ok[:, None], other=0.0)
+    else:
+        factor = ue8m0_to_fp32(tl.load(at, mask=ok[:, None] & coded, other=127))
+    factor = factor[:, :, None]
+    c0, c1, c2, c3 = e4m3_words_to_fp16(words)
+    # The unit by itself: with the largest scales both together are infinite.
+    c0 = narrow((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    c1 = narrow((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    c2 = narrow((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    c3 = narrow((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    if CODES < _ROW:
+        # Four channels of the tail are two words where a word of codes would be.
+        at = (data - CODES)[:, None, None]
+        there &= ~coded[:, :, None]
+        if ALIGNED:
+            both = tl.load(at.to(tl.pointer_type(tl.int64)) + word, mask=there, other=0)
+            t0, t1 = _bf16_halves(both.to(tl.int32))
+            t2, t3 = _bf16_halves((both >> 32).to(tl.int32))
+        else:
+            t0, t1 = _bf16_halves(_load_words(at, 2 * word, there, ALIGNED))
+            t2, t3 = _bf16_halves(_load_words(at, 2 * word + 1, there, ALIGNED))
+        coded = coded[:, :, None]
+        c0, c1 = tl.where(coded, c0, t0.to(c0.dtype)), tl.where(coded, c1, t1.to(c1.dtype))
+        c2, c3 = tl.where(coded, c2, t2.to(c2.dtype)), tl.where(coded, c3, t3.to(c3.dtype))
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (ROWS, _ROW))
+
+
+@triton.jit
+def plain_rows(rows, ok, CHANNELS: tl.constexpr, MODE: tl.constexpr):
+    """Channels 0 .. 511 of plain rows at pointers [n]; zeros past CHANNELS."""
+    channel = tl.arange(0, _ROW)
+    inside = ok[:, None]
+    if CHANNELS < _ROW:
+        inside = inside & (channel < CHANNELS)[None, :]
+    x = tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
+    return narrow(x.to(tl.float32), MODE)
+
+
+@triton.jit
+def walk_rows(
+    queries, span, rows0, rows1, row_stride, TILE, ROW, MODE: tl.constexpr,
+):  # fmt: skip
+    """As ``walk``, the warps dividing the channels: one sum of p times rows.
+
+    Scores are the sum over parts of the channels (split-K), a warp or two for each, and each warp
+    has the output of its own channels, so that a thread holds few of either: it has 16 KiB of
+    registers on Xe. Up to 64 channels behind the first 512 are part of the key alone.
+
+    Intel's compiler divides a product among warps by rows alone where it sees another that it
+    depends on, and 16 heads are two rows of its instruction: all other warps would compute the same
+    again. It looks in the same block of code. So each product stands in one of its own, under a
+    condition that always holds.
+
+    Args:
+        queries: as in ``walk``.
+        span: likewise.
+        rows0: likewise.
+        rows1: likewise.
+        row_stride: likewise.
+        TILE: BH, BN, TWO, ROW_PARTS and ALIGNED of the kernel.
+        ROW: CODED, BLOCK, DATA, SCALES and CHANNELS of the kernel.
+        MODE: 1 or 2, see the file.
+    """
+    BH: tl.constexpr = TILE[0]
+    BN: tl.constexpr = TILE[1]
+    TWO: tl.constexpr = TILE[2]
+    PARTS: tl.constexpr = TILE[3]
+    ALIGNED: tl.constexpr = TILE[4]
+    CODED: tl.constexpr = ROW[0]
+    BLOCK: tl.constexpr = ROW[1]
+    DATA: tl.constexpr = ROW[2]
+    SCALES: tl.constexpr = ROW[3]
+    CHANNELS: tl.constexpr = ROW[4]
+    EACH: tl.constexpr = _ROW // PARTS
+    KEY: tl.constexpr = CHANNELS > _ROW
+    q, q_stride, heads, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
+    first, last, blocks0 = span[0], span[1], span[2]
+    live = H > 0
+
+    channel = (tl.arange(0, PARTS) * EACH)[:, None, None] + tl.arange(0, EACH)[None, None, :]
+    inside = (heads < H)[None, :, None] & (channel < CHANNELS)
+    at = q + (heads * q_stride)[None, :, None] + channel
+    share = narrow(tl.load(at, mask=inside, other=0.0).to(tl.float32), MODE)
+    if KEY:
+        # Four channels a part, and twelve that are none: the instruction has sixteen.
+        behind = (tl.arange(0, PARTS) * (64 // PARTS))[:, None, None] + tl.arange(0, 16)[
+            None, None, :
+        ]
+        mine = (tl.arange(0, 16) < 64 // PARTS)[None, None, :] & (behind < CHANNELS - _ROW)
+        at = q + _ROW + (heads * q_stride)[None, :, None] + behind
+        rest = tl.load(at, mask=(heads < H)[None, :, None] & mine, other=0.0)
+        rest = narrow(rest.to(tl.float32), MODE)
+
+    highest = tl.full([BH], _NO_MAXIMUM, tl.float32)
+    total = tl.zeros([BH, BN], tl.float32)
+    sums = tl.zeros([BH, _ROW], tl.float32)
+    upcoming = _next_slots(first, blocks0, rows0, rows1, BN, TWO)
+    for block in range(first, last):
+        slots = upcoming
+        upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
+        ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
+        if CODED == 0:
+            data = pages + offset.to(tl.int64) * row_stride
+            rows = plain_rows(data, ok, CHANNELS, MODE)
+            tail = data + _ROW
+        else:
+            data = pages + offset.to(tl.int64) * DATA
+            if CODED == 2:
+                scales = (data + _ROW).to(tl.pointer_type(tl.float32))
+                rows = coded_rows(data, scales, ok, CODED, BLOCK, _ROW, ALIGNED, MODE)
+            else:
+                scales = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
+                if CODED == 4:
+                    rows = nvfp4_tile(data, scales, ok, 0, _ROW, BLOCK, MODE, False, False)
+                else:
+                    CODES: tl.constexpr = CHANNELS - 64 if CODED == 1 else _ROW
+                    rows = coded_rows(data, scales, ok, CODED, BLOCK, CODES, ALIGNED, MODE)
+            tail = (data + (_ROW + SCALES)).to(tl.pointer_type(tl.bfloat16))
+        keys = tl.permute(tl.reshape(rows, (BN, PARTS, EACH)), (1, 2, 0))
+        parts = tl.zeros([PARTS, BH, BN], tl.float32)
+        if live:
+            parts = tl.dot(share, keys, parts, input_precision="ieee")
+        if KEY:
+            more_keys = tl.load(
+                tail[None, :, None] + behind, mask=ok[None, :, None] & mine, other=0.0
+            )
+            more_keys = narrow(more_keys.to(tl.float32), MODE)
+            if live:
+                parts = tl.dot(
+                    rest, tl.permute(more_keys, (0, 2, 1)), parts, input_precision="ieee"
+                )
+        s = tl.sum(parts, 0)
+        s = tl.where(ok[None, :], s * (scale * LOG2E), _NO_SCORE)
+        peak = tl.maximum(highest, tl.max(s, 1))
+        decay = tl.exp2(highest - peak)[:, None]
+        highest = peak
+        p = tl.exp2(s - peak[:, None])
+        total = total * decay + p
+        p = narrow(p, MODE)
+        if live:
+            sums = tl.dot(p, rows, sums * decay, input_precision="ieee")
+    return highest, highest, tl.sum(total, 1), sums
+
+
+# Numbers rather than constants, so that a call with lengths or a sink compiles nothing new.
+COUNTS = ["H", "K0", "K1", "limit0", "limit1", "list_stride0", "list_stride1", "entries0",
+          "entries1", "splits", "total", "at", "has_length0", "has_length1",
+          "has_sink"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def decode_kernel(
+    q_ptr, kv0_ptr, list0_ptr, length0_ptr, kv1_ptr, list1_ptr, length1_ptr, sink_ptr,
+    out_ptr, lse_ptr, peak_ptr, part_ptr, sums_ptr,
+    H, K0, K1, limit0, limit1, list_stride0, list_stride1, entries0, entries1,
+    splits, total, at, has_length0, has_length1, has_sink, scale, empty,
+    q_token, q_head, out_token, out_head, page0, page1, row_stride,
+    BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
+    PEAK: tl.constexpr, SPLIT: tl.constexpr,
+    CODED: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr, ROW_PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Attend; see the file. Partials: part [T, total, H, VALUES], sums [T, total, H, 3]."""
+    T3: tl.constexpr = 384 + W3
+    KEY: tl.constexpr = VALUES <= T3
+    program = tl.program_id(0).to(tl.int64)
+    groups = tl.cdiv(H, BH)
+    split = (program % splits).to(tl.int32)
+    group = (program // splits % groups).to(tl.int32)
+    token = program // splits // groups
+    heads = group * BH + tl.arange(0, BH)
+    none = tl.zeros([], tl.int32)
+    # Without lengths, or a sink, the pointers lead to other numbers of the same kind.
+    n0 = tl.where(none < has_length0, tl.load(length0_ptr + token), K0)
+    n1 = tl.where(none < has_length1, tl.load(length1_ptr + token), K1)
+    n0 = tl.minimum(tl.maximum(n0, 0), none + K0)
+    n1 = tl.minimum(tl.maximum(n1, 0), none + K1)
+    list0 = list0_ptr + token * list_stride0
+    list1 = list1_ptr + token * list_stride1
+    blocks0 = tl.cdiv(n0, BN)
+    blocks = blocks0
+    if TWO:
+        blocks += tl.cdiv(n1, BN)
+    each = tl.cdiv(blocks, splits)
+    first = split * each
+    last = tl.minimum(first + each, blocks)
+    q = q_ptr + token * q_token
+
+    queries = (q, q_head, heads, H, scale)
+    span = (first, last, blocks0)
+    rows0 = (n0, list0, limit0, kv0_ptr, page0, entries0)
+    rows1 = (n1, list1, limit1, kv1_ptr, page1, entries1)
+    if ROW_PARTS > 0:
+        peak, top, sums, row = walk_rows(
+            queries, span, rows0, rows1, row_stride, (BH, BN, TWO, ROW_PARTS, ALIGNED),
+            (CODED, BLOCK, DATA, SCALES, CHANNELS), MODE,
+        )  # fmt: skip
+    else:
+        peak, top, sums, a0, a1, a2, a3, a4 = walk(
+            queries, span, rows0, rows1, row_stride, (BH, BN, KEYS_FIRST, TWO, ONCE),
+            (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, MODE, NATIVE,
+        )  # fmt: skip
+        if MODE == 0:
+            # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
+            seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0)
+            if not KEY:
+                seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
+            if seen != seen:
+                peak, top, sums, a0, a1, a2, a3, a4 = walk(
+                    queries, span, rows0, rows1, row_stride, (BH, BN, KEYS_FIRST, TWO, ONCE),
+                    (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, 1, NATIVE,
+                )  # fmt: skip
+
+    if SPLIT:
+        first = (token * total + at + split) * H
+        to = part_ptr + first * VALUES
+        stride = VALUES
+        left = sums_ptr + (first + heads) * _SUMS
+        tl.store(left, top, mask=heads < H)
+        tl.store(left + 1, sums, mask=heads < H)
+        if PEAK:
+            tl.store(left + 2, peak, mask=heads < H)
+    else:
+        sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
+        sink = tl.where(none < has_sink, sink, float("-inf"))
+        bottom = sums + tl.exp2(sink * LOG2E - top)
+        share = across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
+        if ROW_PARTS > 0:
+            row = row * share
+        else:
+            a0, a1, a2, a3, a4 = a0 * share, a1 * share, a2 * share, a3 * share, a4 * share
+        lse = tl.where(sums == 0, empty, (top + tl.log2(sums)) * _LN2)
+        tl.store(lse_ptr + token * H + heads, lse, mask=heads < H)
+        if PEAK:
+            peak = tl.where(sums == 0, float("-inf"), peak * _LN2)
+            tl.store(peak_ptr + token * H + heads, peak, mask=heads < H)
+        to = out_ptr + token * out_token
+        stride = out_head
+    if ROW_PARTS > 0:
+        store_heads(to, stride, heads, H, row, 0, _ROW, VALUES, False)
+    else:
+        store_heads(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
+        store_heads(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
+        store_heads(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
+        store_heads(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
+        if not KEY:
+            store_heads(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
+
+
+def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:
+    """What the kernel has to know of rows: of a coded layout, or plain ones of ``channels``.
+
+    DATA and SCALES are bytes from one entry's codes, or scales, to the next one's in a page; they
+    are the same where entries are interleaved.
+    """
+    wide = -(-max(channels, 512) // 64) * 64 - 512
+    tiles = {"W3": 128 if wide else 64, "W4": 128 if wide > 64 else 64}
+    if coded is None:
+        return {"CODED": PLAIN, "BLOCK": 0, "SCALES": 0, "DATA": 0} | tiles
+    apart = {"DATA": coded.data_bytes, "SCALES": coded.scale_bytes}
+    if coded.interleaved:
+        apart = dict.fromkeys(apart, coded.entry_bytes)
+    if isinstance(coded, SplitFp8Layout):
+        kind = FP8_TAIL if coded.nope < coded.channels else FP8_CODES
+        return {"CODED": kind, "BLOCK": coded.block} | apart | tiles
+    if isinstance(coded, RowNvfp4Layout):
+        return {"CODED": NVFP4, "BLOCK": NVFP4_BLOCK} | apart | tiles
+    assert isinstance(coded, InlineFp8Layout)
+    assert (coded.nope, coded.block) == (512, 128)
+    apart = {"DATA": coded.data_bytes, "SCALES": coded.rope_start - coded.nope}
+    return {"CODED": INLINE, "BLOCK": coded.block} | apart | tiles

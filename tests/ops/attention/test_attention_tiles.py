@@ -1,0 +1,96 @@
+import itertools
+
+import pytest
+
+from anymla.ops.attention.decode_config import (
+    MODES,
+    Tile,
+    choose_mode,
+    choose_splits,
+    choose_tile,
+    combine_warps,
+    invariant_splits,
+)
+from anymla.ops.device import CPU, TARGETS
+
+STEP = Tile(16, 32, False, 4)
+
+
+@pytest.mark.parametrize("target", [*TARGETS.values(), CPU], ids=lambda target: target.name)
+@pytest.mark.parametrize("mode", MODES)
+def test_tiles_suit_matrix_instructions(target, mode):
+    for heads, tokens in itertools.product((1, 8, 16, 20, 32, 64, 128), (None, 1, 8, 4096)):
+        chosen = choose_tile(heads, 640, tokens, mode, target)
+        for size in (chosen.heads, chosen.keys, chosen.warps):
+            assert size & (size - 1) == 0
+        # No instruction multiplies on Arc A, and its compiler wants 8 terms.
+        assert chosen.heads >= 16
+        assert chosen.keys >= (8 if target.arc_a else 16)
+        assert chosen.heads < 2 * max(heads, 16)
+
+
+def test_wide_rows_take_smaller_tiles_where_memory_is_short():
+    for name, heads in (("sm_86", 16), ("sm_89", 16), ("sm_120", 16), ("sm_80", 32)):
+        chosen = choose_tile(128, 2048, 4096, "float16", TARGETS[name], channels=576)
+        assert chosen.heads == heads
+        assert choose_tile(128, 640, 4096, "float16", TARGETS[name]).heads == 32
+
+
+def test_splits_fill_the_machine_without_overfilling_it():
+    for programs, keys in itertools.product((1, 8, 40, 128, 200, 5000), (0, 1, 32, 33, 640, 8000)):
+        count = choose_splits(programs, keys, STEP, 132)
+        steps = max(1, -(-keys // STEP.keys))
+        assert 1 <= count <= steps
+        assert count == 1 or count * programs <= 132
+        # No split is left without a step.
+        share = -(-steps // count)
+        assert (count - 1) * share < steps
+
+
+def test_splits_of_one_token_are_one_step_each():
+    assert choose_splits(1, 640, STEP, 132) == 20
+    assert choose_splits(1, 100_000, STEP, 132) <= 132
+
+
+def test_invariant_calls_choose_by_the_lists_alone():
+    target = TARGETS["sm_90"]
+    chosen = choose_tile(64, 640, None, "float16", target)
+    assert chosen == choose_tile(64, 640, None, "float16", target, 8)
+    assert [invariant_splits(keys, chosen) for keys in (1, 64, 128, 640)] == [1, 1, 2, 4]
+
+
+def test_intels_gpus_multiply_coded_rows_in_bfloat16():
+    """As one tile of rows, if they are no wider than the two kinds of coded rows."""
+    arc, hopper = TARGETS["xpu_bmg"], TARGETS["sm_90"]
+    assert (choose_mode(True, True, arc), choose_mode(True, True, hopper)) == (
+        "bfloat16",
+        "float16",
+    )
+    assert choose_mode(True, False, hopper) == choose_mode(True, False, arc) == "bfloat16"
+    assert choose_mode(False, True, hopper) == choose_mode(False, False, arc) == "float32"
+    assert choose_tile(64, 640, 8, "bfloat16", arc).row_parts
+    assert choose_tile(64, 640, 8, "bfloat16", arc, channels=576).row_parts
+    for mode, channels, values in (("float32", 512, 512), ("bfloat16", 640, 512)):
+        assert not choose_tile(64, 640, 8, mode, arc, channels, values).row_parts
+    assert not choose_tile(64, 640, 8, "bfloat16", arc, 576, 576).row_parts
+    assert not choose_tile(64, 640, 8, "bfloat16", hopper).row_parts
+
+
+def test_arc_a_multiplies_in_float32():
+    """Its products are additions, of as few terms as Triton's compiler takes."""
+    arc = TARGETS["xpu_dg2"]
+    assert {choose_mode(*of, arc) for of in ((True, True), (True, False), (False, False))} == {
+        "float32"
+    }
+    tile = choose_tile(64, 640, 8, "float32", arc)
+    assert (tile.keys, tile.warps, tile.row_parts) == (8, 32, 16)
+    assert not choose_tile(64, 640, 8, "float32", arc, channels=640).row_parts
+
+
+@pytest.mark.parametrize("name", ["gfx1151", "gfx1201"])
+def test_a_thread_of_rdna_combines_no_more_than_half_its_registers(name):
+    target = TARGETS[name]
+    # Two lists have as many splits each as there are compute units, at most.
+    for splits in (1, 8, 9, 64, 65, 2 * target.sm_count):
+        values = (1 << (splits - 1).bit_length()) * 256
+        assert values <= 128 * combine_warps(splits, target) * target.warp_size
