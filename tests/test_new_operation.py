@@ -13,11 +13,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "new-operation.md").read_text(encoding="utf-8")
 FILE = re.compile(r"^```\w+ file=(\S+)(?: after=([^\n]+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILES = FILE.findall(PAGE)
-LAB = (ROOT / "lab").is_dir()
-if not LAB:  # builds stand beside the kernels
-    PAGE = PAGE.replace("file=lab/builds/row_scale.py", "file=src/anymla/ops/row_scale/builds.py")
-    PAGE = PAGE.replace("from lab.build import", "from anymla.ops._build import")
-    FILES = FILE.findall(PAGE)
 COPIED = [
     "pyproject.toml",
     "CHANGELOG.md",
@@ -89,9 +84,7 @@ def test_its_tests_and_those_of_all_operations_pass(tree) -> None:
 
 def test_its_kernel_is_built(tree) -> None:
     words = ["build-matrix", "--first", "kernel", "--module", "row_scale.", "--target", "sm_90"]
-    assert "1 builds, 1 as they should be, 0 not" in run(
-        tree, "-m", *(["lab"] if LAB else ["anymla", "bench"]), *words
-    )
+    assert "1 builds, 1 as they should be, 0 not" in run(tree, "-m", "lab", *words)
 
 
 def test_it_is_documented(tree) -> None:

@@ -10,7 +10,7 @@ from sample_calls import cache_of, call_with_targets, int32
 
 import anymla.ops
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops import sparse_attention
+from anymla.ops import attention
 from anymla.ops.device import has_triton
 from anymla.ops.registry import Operation
 
@@ -110,4 +110,4 @@ def test_every_tensor_is_on_one_device(family, operation):
 def test_both_scopes_fit_the_queries(operation, name, wrong):
     given = call_with_targets(operation) | second_scope() | {name: wrong}
     with pytest.raises((TypeError, ValueError), match=f"{operation}: {name}"):
-        getattr(sparse_attention, operation)(**given)
+        getattr(attention, operation)(**given)
