@@ -88,7 +88,7 @@ def families() -> list[str]:
 
 def _family(recorded: str) -> str:
     """Return today's name of a family that a row names."""
-    there = (ROOT / "src" / "anymla" / "ops" / recorded).is_dir()
+    there = (ROOT / "src" / "anymla" / "ops" / recorded / "__init__.py").is_file()
     return recorded if there else RENAMED.get(recorded, recorded)
 
 
