@@ -16,12 +16,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # Packages beside anymla's own, below the root; a clone may lack them.
 BESIDE = ("src/crossrun", "lab")
-# Families that recorded rows call otherwise.
-RENAMED = {
-    "sparse_attention": "attention",
-    "prefill_attention": "attention",
-    "selection": "step_indices",
-}
 # Columns of the table of families: the targets of which one is enough.
 PLACES = {
     "Hopper": ("sm_90",),
@@ -61,12 +55,12 @@ def rooms() -> list[str]:
 def families() -> list[str]:
     """Lines of the table of operation families, as far as something of them is recorded."""
     ran = {
-        (_family(row["family"]), row["target"])
+        (row["family"], row["target"])
         for row in _rows("gpu_tests.jsonl")
         if row["passed"] and not row["failed"]
     }
     built = {
-        (_family(row["module"].removeprefix("anymla.ops.").partition(".")[0]), row["target"])
+        (row["module"].removeprefix("anymla.ops.").partition(".")[0], row["target"])
         for row in _rows("build_matrix.jsonl")
         if row["ok"]
     }
@@ -84,12 +78,6 @@ def families() -> list[str]:
         if set(cells) != {NONE}:
             lines.append(f"| `{name}` | {EXECUTED} | " + " | ".join(cells) + " |")
     return lines
-
-
-def _family(recorded: str) -> str:
-    """Return today's name of a family that a row names."""
-    there = (ROOT / "src" / "anymla" / "ops" / recorded / "__init__.py").is_file()
-    return recorded if there else RENAMED.get(recorded, recorded)
 
 
 def _rows(name: str) -> Iterable[dict]:
