@@ -58,7 +58,7 @@ def rival_kernels(flash_mla: FlashMla, deep_gemm: DeepGemm | None = None) -> Ite
             (hyper_connection, "hc_post_pre_norm", _post_pre_norm),
             (attention, "fused_q_kv_rmsnorm", _q_kv_norms),
             (attention, "qnorm_rope_kv_insert", _heads_and_row),
-            (heads, "_in_one_kernel", lambda *_: False),
+            (heads, "quantises_in_one_kernel", lambda *_: False),
             (codes, "supports_prequantized", lambda _: False),
         ):
             patches.enter_context(mock.patch.object(module, name, unfused))

@@ -29,7 +29,7 @@ from anymla.ops.attention import (
     sparse_attention_fp8_quant,
 )
 from anymla.ops.attention.decode_shapes import FLASH_DECODE
-from anymla.ops.attention.prefill_config import decoding_pays_in_steps
+from anymla.ops.attention.plan import decoding_pays_in_steps
 from anymla.ops.device import target_of
 from anymla.ops.streams import scratch_scope
 from lab.cases.sparse_attention import Decode, DecodeInputs, first_result

@@ -8,7 +8,7 @@ from anymla.formats.page_layout import MAIN_FP8, V41_COMPRESSED_NVFP4, get_layou
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.attention import prefill_attention, sparse_attention
-from anymla.ops.attention.prefill_config import decoding_pays_in_steps
+from anymla.ops.attention.plan import decoding_pays_in_steps
 from anymla.ops.step_indices import compressed_rows, window_rows
 
 WINDOW, PAGE, ENTRY_PAGE, QUERIES, RATIO = 16, 8, 4, 6, 4

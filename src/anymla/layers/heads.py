@@ -19,6 +19,7 @@ from anymla.ops.attention import (
     sparse_attention,
     sparse_attention_fp8_quant,
 )
+from anymla.ops.attention.plan import quantises_in_one_kernel
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.streams import scratch_scope
 
@@ -183,7 +184,7 @@ class Heads:
         window = inputs.window
         given = (q, inputs.cache.window, window.indices, window.lengths, positions, cos_sin)
         named = {"n_groups": self.groups, **self._given(inputs), "plan": self._plan(inputs)}
-        if self.backend is None and _in_one_kernel(given, named):
+        if self.backend is None and quantises_in_one_kernel(given, named):
             quantised = sparse_attention_fp8_quant(*given, **named)
         else:
             quantised = inverse_rope_fp8_quant(
@@ -213,8 +214,3 @@ class Heads:
         if self.backend is not None:
             return None
         return inputs.plans.of(inputs.kind, self.count, inputs.window, inputs.entries)
-
-
-def _in_one_kernel(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether ``sparse_attention_fp8_quant`` is a kernel there, and not two operations."""
-    return sparse_attention_fp8_quant.resolve(*given, **named).name == "gluon_sm90"

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.step import Step
-from anymla.ops.attention.prefill_config import ENTRIES_PER_QUERY, decoding_pays
+from anymla.ops.attention.plan import ENTRIES_PER_QUERY, decoding_pays
 from anymla.runtime.cache_groups import ceil_div
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step

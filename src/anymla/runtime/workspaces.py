@@ -8,8 +8,7 @@ import torch
 
 from anymla.layers.attention import AttentionLayer
 from anymla.model.transformer import Transformer
-from anymla.ops.attention.prefill_config import CHANNELS, decoding_pays_in_steps, runs_on
-from anymla.ops.device import target_of
+from anymla.ops.attention.plan import reads_workspaces, step_reads_workspaces
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import ChooseReads, Reads
@@ -17,9 +16,9 @@ from anymla.runtime.device_step import ChooseReads, Reads
 
 def attends_to_workspaces(model: Transformer) -> bool:
     """True if a kernel that reads runs of one workspace can run."""
-    # float16 would not hold every FP8 row.
-    fits = model.config.head_dim == CHANNELS and model.dtype == torch.bfloat16
-    return model.backend is None and fits and bool(runs_on(model.device))
+    if model.backend is not None:
+        return False
+    return reads_workspaces(model.config.head_dim, model.dtype, model.device)
 
 
 def reads_in(model: Transformer, store: CacheStore, bucket: Bucket) -> ChooseReads | None:
@@ -32,10 +31,10 @@ def reads_in(model: Transformer, store: CacheStore, bucket: Bucket) -> ChooseRea
         bucket.requests,
         bucket.tokens,
         attention.heads.count,
-        target_of(model.device).sm_count,
+        model.device,
     )
 
 
-def _choice(requests: int, queries: int, heads: int, sm_count: int, entries: int) -> Reads:
-    pays = decoding_pays_in_steps(requests, queries, heads, entries, sm_count)
-    return Reads.DECODED if pays else Reads.SLOTS
+def _choice(requests: int, queries: int, heads: int, device: torch.device, entries: int) -> Reads:
+    decoded = step_reads_workspaces(requests, queries, heads, entries, device)
+    return Reads.DECODED if decoded else Reads.SLOTS

@@ -21,9 +21,10 @@ from vllm.models.deepseek_v4.cpu import cpu_sparse
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
-from anymla.engines.vllm import attention, model, prefill
+from anymla.engines.vllm import attention, model
 from anymla.engines.vllm import step as shared
 from anymla.engines.vllm.metadata import CompressedBuilder, WindowBuilder
+from anymla.ops.attention import plan
 
 LONGEST, MOST_TOKENS = 768, 512
 model.exchange()  # has the metadata kernels registered
@@ -95,7 +96,7 @@ if __name__ == "__main__":
     step = Step(torch.device("cpu"))
     answer: dict[str, Any] = {"decoded": [], "by slots": [], "chunks": [], "listed": []}
     for has_workspaces in (True, False):
-        with mock.patch.object(prefill, "runs_on", return_value=has_workspaces):
+        with mock.patch.object(plan, "runs_on", return_value=has_workspaces):
             built = metadata(step)
             for ratio in RATIOS:
                 layer = step.layer(ratio, requests_a_chunk=1)

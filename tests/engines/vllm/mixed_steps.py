@@ -23,6 +23,7 @@ from measures import ulps  # noqa: E402
 from mixed_batch import RATIOS, SPANS, Step  # noqa: E402
 
 from anymla.engines.vllm import prefill  # noqa: E402
+from anymla.ops.attention import plan  # noqa: E402
 
 
 class Manager:
@@ -59,7 +60,7 @@ def compared(device: torch.device) -> dict[str, Any]:
                 metadata = step.metadata(requests_a_chunk)
                 outputs.append(torch.full_like(step.q, torch.nan))
                 with (
-                    mock.patch.object(prefill, "runs_on", return_value=has_workspaces),
+                    mock.patch.object(plan, "runs_on", return_value=has_workspaces),
                     mock.patch.object(prefill.Workspace, "over", watched),
                 ):
                     stand_ins.context.attn_metadata = None

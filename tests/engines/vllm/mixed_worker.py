@@ -30,8 +30,9 @@ class Worker:
         import compare
 
         from anymla.engines.vllm import prefill
+        from anymla.ops.attention import plan
 
-        mock.patch.object(prefill, "runs_on", return_value=True).start()
+        mock.patch.object(plan, "runs_on", return_value=True).start()
         self.steps: list[Any] = []
         chunks_of = prefill._chunks
 

@@ -14,7 +14,8 @@ from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 
-from anymla.engines.vllm.prefill import StepPlans, decodes_rows, has_workspaces
+from anymla.engines.vllm.prefill import StepPlans, decodes_rows
+from anymla.ops.attention.plan import has_workspace_kernel
 from anymla.ops.step_indices import compressed_rows
 
 # Base of mixins: the class of vLLM after the mixin has the attributes that it uses.
@@ -118,7 +119,7 @@ class CompressedBuilder(Uneven, DeepseekV4SparseMLAMetadataBuilder):
 def _by_slots(builder: Any, cm: Any) -> int:
     """Return the step's tokens that attend by slots: those before the prefills, or all."""
     tokens: int = cm.num_actual_tokens
-    if not has_workspaces(cm.positions.device):
+    if not has_workspace_kernel(cm.positions.device):
         return tokens
     decodes, prefills, before, prefilled = split_requests(builder, cm)
     if not prefills:

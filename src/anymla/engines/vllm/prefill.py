@@ -22,7 +22,7 @@ from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_man
 
 from anymla.engines.vllm.step import once
 from anymla.layers.plans import Plans
-from anymla.ops.attention.prefill_config import decoding_pays, runs_on
+from anymla.ops.attention.plan import decoding_pays, has_workspace_kernel
 from anymla.ops.streams import Workspace
 
 
@@ -104,11 +104,6 @@ def plans_of_step(attn_metadata: dict[str, Any], window: Any) -> StepPlans:
     return plans
 
 
-def has_workspaces(device: torch.device) -> bool:
-    """True if the device has a kernel of prefill attention that gains by workspaces."""
-    return bool(runs_on(device))
-
-
 def decodes_rows(tokens: int, seq_lens: Sequence[int], ratio: int) -> bool:
     """True if a step's prefills attend to a workspace, provided the device has a kernel for it.
 
@@ -146,7 +141,7 @@ def workspace_rows(
 
 
 def _chunks(window: Any, positions: Tensor, ratio: int, requests_a_chunk: int) -> list[Chunk]:
-    if not window.num_prefill_tokens or not has_workspaces(window.is_valid_token.device):
+    if not window.num_prefill_tokens or not has_workspace_kernel(window.is_valid_token.device):
         return []
     before, count = window.num_decodes, window.num_prefills
     starts = window.query_start_loc_cpu[before : before + count + 1].tolist()

@@ -17,11 +17,6 @@ ROPE_DIM = 64  # channels that the quantising epilogue rotates
 # Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 _OPERANDS = (torch.float16, torch.bfloat16)
-# Decoding an entry into a workspace moves 1.6 KB; so many entries a query take as long as attention
-# by slots takes longer. 64 heads, 512 selected of 8,192 entries: 64 queries take 26 us by slots, 28
-# decoded; 512 take 117, 86; of 32,768 entries 128 queries take 35, 48; 512 take 124, 107 ("Decoded,
-# or by slots" in docs/performance/prefill.md).
-ENTRIES_PER_QUERY = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,54 +62,6 @@ def stores_by_tma(
 ) -> bool:
     """Whether results, of ``dtype`` like the rows unless another is named, leave by TMA."""
     return not quantized and heads % HEADS == 0 and out_dtype in (None, dtype)
-
-
-def decoding_pays(tokens: int, entries: int) -> bool:
-    """Whether queries attend sooner to rows that are decoded for them than to rows in their pages.
-
-    Args:
-        tokens: queries.
-        entries: compressed entries that they can see between them.
-    """
-    return entries <= ENTRIES_PER_QUERY * tokens
-
-
-# Of the SMs in a verification step's waves, so many are at work at least where lists are of two or
-# three blocks, and where they are longer, which by slots are cut to fill the last wave.
-_SHORT_FILL, _LONG_FILL = 0.7, 0.9
-_SHORT_ENTRIES = 64
-# Longer ones have not been measured, and every request's workspace has 1 KB for each.
-_MOST_ENTRIES = 2048
-
-
-def decoding_pays_in_steps(
-    requests: int, queries: int, heads: int, entries: int, sm_count: int
-) -> bool:
-    """Whether decode steps of several queries a request had better decode their rows first.
-
-    All queries of a request then attend to the same decoded rows: its window with those that the
-    further queries see, and its first entries. By slots each query decodes them for itself.
-
-    Measured on an H200, us by slots and decoded (docs/performance/verification.md): 32 requests of
-    8 queries, 64 heads: window 20.9, 18.3; with 64 entries 25.9, 23.6; with 1,024 94.8, 91.2; of 6
-    queries 20.4, 18.2; 24.8, 22.8; 84.8, 89.1. 128 heads, 8 queries, 32 requests: 44.8, 33.5; with
-    1,024 183, 151; 8 requests: 11.8, 11.9; with 1,024 47.4, 41.0. 8 requests of 64 heads and one
-    request: no gain, or a loss.
-
-    Args:
-        requests: R.
-        queries: of a request.
-        heads: query heads.
-        entries: compressed entries that a request's queries can see; 0 for its window alone.
-        sm_count: SMs of the device.
-    """
-    if queries < 2 or heads % HEADS or entries > _MOST_ENTRIES:
-        return False
-    tiles = requests * queries * (heads // HEADS)
-    fill = tiles / (-(-tiles // sm_count) * sm_count)
-    if entries <= _SHORT_ENTRIES:
-        return tiles > sm_count and fill >= _SHORT_FILL
-    return fill >= _LONG_FILL
 
 
 @cache
