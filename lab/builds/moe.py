@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -89,8 +90,10 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield _label(shape, _V4) + ", W4A8", call
         yield from _experts_calls(None)
         yield from _v41_calls(None)
+        yield from _channels_calls(None)
     yield from _experts_calls("triton")
     yield from _v41_calls("triton")
+    yield from _channels_calls("triton")
     # Sums over a token's experts: without a shared expert, or before its output is ready.
     for late in (False, True):
         shape, end = flash(1, _OTHER_EXPERTS), ", shared late" if late else ", none shared"
@@ -117,6 +120,18 @@ def _experts_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None
             yield _label(odd(tokens), formats) + end, call
     for shape in (odd(tokens, 1920) for tokens in (2, 64)):
         yield _label(shape, _V4) + end, functools.partial(_experts, shape, _V4, backend)
+
+
+def _channels_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield calls of ranks with some channels of every expert (``model.build.shares_channels``)."""
+    end = "" if backend is None else ", Triton"
+    for sized, ranks in itertools.product(MODELS.values(), RANKS[1:]):
+        whole = sized(1)
+        if whole.inner % (ranks * 256):
+            continue
+        for tokens in step_tokens(sized, whole.experts):
+            shape = dataclasses.replace(sized(tokens), inner=whole.inner // ranks)
+            yield _label(shape, _V4) + end, functools.partial(_experts, shape, _V4, backend)
 
 
 def _v41_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None]]]:

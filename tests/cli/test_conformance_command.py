@@ -112,6 +112,9 @@ def test_the_cases_of_a_family_are_those_that_judge_its_operations() -> None:
     assert {*listed} < {*both}
     result = conformance("--family", "choice")
     assert result.exit_code == 0, result.output
+    assert "1 passed, 0 failed" in result.output
+    result = conformance("--family", "choice", "--case", "I1")
+    assert result.exit_code == 0, result.output
     assert "choice: no case judges an operation of it" in result.output
     result = conformance("--family", "attend")
     assert result.exit_code == 2

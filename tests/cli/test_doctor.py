@@ -58,7 +58,7 @@ def test_it_works_without_triton_and_prints_a_row_to_share() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from anymla.cli.main import main\n"
-        "main(['doctor', '--device', 'cpu', '--json', '-', '--family', 'selection'])\n"
+        "main(['doctor', '--device', 'cpu', '--json', '-', '--family', 'step_indices'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def test_an_operation_that_cannot_run_says_so(monkeypatch) -> None:
     with window_rows.with_backends([]):
         result = doctor("--device", "cpu")
     assert (result.exit_code, "cannot run here: A9\n" in result.output) == (0, True)
-    assert re.search(r"selection +window_rows +- +A9  cannot\n", result.output)
+    assert re.search(r"step_indices +window_rows +- +A9  cannot\n", result.output)
     assert "no backend can run this call" in result.output
 
 
@@ -111,7 +111,7 @@ def test_a_general_backend_on_an_accelerator_is_a_fallback() -> None:
 
 
 def test_one_family() -> None:
-    result = doctor("--device", "cpu", "--family", "selection")
+    result = doctor("--device", "cpu", "--family", "step_indices")
     assert result.exit_code == 0
     assert "window_rows" in result.output
     assert "sparse_attention" not in result.output
@@ -185,7 +185,7 @@ def test_a_watch_sees_what_is_chosen_without_it_and_leaves_no_trace() -> None:
         window_rows(*args, **sizes)
     assert dict(window_rows.backends) == backends
     (calls,) = watch.calls.values()
-    assert (calls.family, calls.operation, calls.backend) == ("selection", "window_rows", picked)
+    assert (calls.family, calls.operation, calls.backend) == ("step_indices", "window_rows", picked)
     assert calls.cases == ["one", "two"]
     before = list(answers)[: list(answers).index(picked)]
     named = "runs only when it is named"
@@ -216,7 +216,7 @@ def test_a_report_has_every_result_whatever_fails(tmp_path, capsys) -> None:
             "--device",
             "cpu",
             "--family",
-            "selection",
+            "step_indices",
             "--json",
             "doctor.json",
         ],
@@ -226,7 +226,7 @@ def test_a_report_has_every_result_whatever_fails(tmp_path, capsys) -> None:
     file = tmp_path / "report.zip"
     assert not write_report(file, steps)
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("1 of 3: anymla doctor --device cpu --family selection")
+    assert said[0].startswith("1 of 3: anymla doctor --device cpu --family step_indices")
     assert said[3] == "2 of 3: anymla conformance --case none such"
     assert re.fullmatch(r"  \d+ s, exit code 2", said[5])
     assert re.fullmatch(

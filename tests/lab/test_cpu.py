@@ -8,11 +8,11 @@ import torch
 from click.testing import CliRunner
 
 from anymla.bench.report import Result, append_rows, table
-from anymla.cli.bench import command
 from anymla.ops.attention.decode_shapes import AttentionShape
 from anymla.ops.device import has_numba
 from anymla.testing.published import FLASH_41
 from lab import attention, context, decode, memory, packed, selection
+from lab.__main__ import main as command
 from lab.models import load, tiny
 from lab.timing import by_round, interleaved, ratio_by_round
 
@@ -171,7 +171,7 @@ def test_without_transformers_the_part_is_left_out(monkeypatch):
 
 def test_a_missed_target_ends_with_exit_code_1(monkeypatch):
     missed = [Result("part", "case", {"ms": 3.0}, target="ms < 2", met=False)]
-    monkeypatch.setattr("anymla.cli.bench.parts", lambda quick: {"machine": lambda: missed})
+    monkeypatch.setattr("lab.cli.cpu.parts", lambda quick: {"machine": lambda: missed})
     done = CliRunner().invoke(command, ["cpu"])
     assert done.exit_code == 1
     assert "MISSED" in done.output

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from anymla.bench.xpu_code import missing
 from anymla.ops.device import TARGETS
 from lab import xpu_code
 
@@ -101,4 +102,4 @@ def test_what_the_compiler_refuses_is_an_error_with_its_words(calls):
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.delenv("ANYMLA_OCLOC", raising=False)
     monkeypatch.setenv("PATH", os.devnull)
-    assert "ANYMLA_OCLOC" in xpu_code.missing()
+    assert "ANYMLA_OCLOC" in missing()
