@@ -118,7 +118,7 @@ def test_the_cases_of_a_family_are_those_that_judge_its_operations() -> None:
     assert "choice: no case judges an operation of it" in result.output
     result = conformance("--family", "attend")
     assert result.exit_code == 2
-    assert "--family attend: there are choice, compressor, " in result.output
+    assert "--family attend: there are attention, choice, " in result.output
 
 
 def test_cases_pass_and_are_written_for_machines(tmp_path) -> None:

@@ -115,9 +115,9 @@ def test_one_family() -> None:
     assert result.exit_code == 0
     assert "window_rows" in result.output
     assert "sparse_attention" not in result.output
-    result = doctor("--family", "attention")
+    result = doctor("--family", "attend")
     assert result.exit_code == 2
-    assert "--family attention: there are choice, compressor" in result.output
+    assert "--family attend: there are attention, choice" in result.output
 
 
 def test_speeds_are_not_measured_any_more(monkeypatch) -> None:

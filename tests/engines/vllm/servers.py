@@ -29,13 +29,11 @@ needs_vllm = pytest.mark.skipif(
 # Without AVX-512 vLLM loads a build that lacks operations of its own DeepSeek-V4 (hash_topk_cpu,
 # hc_pre_fused_cpu): neither stock nor with the plugin does a step run.
 _CPU = Path("/proc/cpuinfo")
-needs_worker = [
-    needs_vllm,
-    pytest.mark.skipif(
-        _CPU.exists() and "avx512f" not in _CPU.read_text(),
-        reason="vLLM's CPU build runs DeepSeek-V4 with AVX-512 only, which this machine lacks",
-    ),
-]
+needs_avx512 = pytest.mark.skipif(
+    _CPU.exists() and "avx512f" not in _CPU.read_text(),
+    reason="vLLM's CPU build runs DeepSeek-V4 with AVX-512 only, which this machine lacks",
+)
+needs_worker = [needs_vllm, needs_avx512]
 SOURCE = "ANYMLA_VLLM_SOURCE"  # folder of another version's package ``vllm``: a wheel, unpacked
 needs_source = pytest.mark.skipif(
     not os.environ.get(SOURCE), reason=f"{SOURCE} names no folder of another vllm"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import look_up, needs_vllm
+from servers import look_up, needs_avx512, needs_vllm
 
 HERE = Path(__file__).parent
 
@@ -33,6 +33,7 @@ def test_workspaces_hold_what_prefills_of_a_mixed_step_see(device: str, tmp_path
 
 
 @needs_vllm
+@needs_avx512
 def test_workspaces_by_vllms_own_builders(tmp_path: Path) -> None:
     """Attention of a mixed step beside vLLM's CPU kernel, with metadata of vLLM's builders."""
     found = look_up("mixed_builders.py", tmp_path, "auto")
