@@ -66,7 +66,7 @@ ELSEWHERE = {
 # Added to commands that take minutes: other tests run the whole of them.
 SHORTER = {
     "conformance": ("--jobs", "0", "--case", "I5"),
-    "doctor": ("--family", "selection"),
+    "doctor": ("--family", "step_indices"),
 }
 
 

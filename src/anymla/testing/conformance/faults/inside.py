@@ -16,7 +16,7 @@ from torch import Tensor
 from anymla.formats.page_layout import ROWS_BF16_512
 from anymla.formats.pages import PageLayout
 from anymla.layers.compressor import LatentCompressor
-from anymla.layers.dspark import BlockGuess, MarkovHead, Taps
+from anymla.layers.dspark import MarkovHead, Taps
 from anymla.layers.engram import Engram, NgramHash, decoded
 from anymla.layers.indexer import Indexer
 from anymla.layers.rows import Rows
@@ -174,27 +174,25 @@ def a_block_stands_at_the_last_position(good: _Good, *args: Any, **rest: Any) ->
     return dataclasses.replace(step, positions=step.positions - 1)
 
 
-@fault_in("MarkovHead.forward", MarkovHead, cases=("C12",))
+@fault_in("MarkovHead.guess", MarkovHead, cases=("C12",))
 def every_guess_follows_the_anchor(
-    good: _Good, self: MarkovHead, h: Tensor, base: Tensor, anchors: Tensor, choose: Any
-) -> BlockGuess:
+    good: _Good, self: MarkovHead, anchors: Tensor, count: int, choose: Any
+) -> tuple[Tensor, list[Tensor]]:
     tokens = []
 
-    def forgetting(logits: Tensor, i: int) -> Tensor:
-        tokens.append(choose(logits, i))
+    def forgetting(row: Tensor, i: int) -> Tensor:
+        tokens.append(choose(row, i))
         return anchors
 
-    guess: BlockGuess = good(self, h, base, anchors, forgetting)
-    return dataclasses.replace(guess, tokens=torch.stack(tokens, 1))
+    rows: list[Tensor] = good(self, anchors, count, forgetting)[1]
+    return torch.stack(tokens, 1), rows
 
 
-@fault_in("MarkovHead.forward", MarkovHead, cases=("C12",))
-def confidence_from_the_normed_state(
-    good: _Good, self: MarkovHead, h: Tensor, *rest: Any
-) -> BlockGuess:
+@fault_in("MarkovHead.survival", MarkovHead, cases=("C12",))
+def confidence_from_the_normed_state(good: _Good, self: MarkovHead, h: Tensor, rows: Any) -> Tensor:
     normed = h * h.square().mean(-1, keepdim=True).rsqrt()
-    guess: BlockGuess = good(self, normed, *rest)
-    return guess
+    sure: Tensor = good(self, normed, rows)
+    return sure
 
 
 @fault_in("final_tokens", dspark_drafts, cases=("C12",))
