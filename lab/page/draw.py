@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from lab.page.colours import DARK, LIGHT, variables
 from lab.page.figure import Plot, Ranges, Stacks
 
-WIDE, NARROW = 600, 360
+_WIDE = 600
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _UNITS = 72  # of an SVG by matplotlib, in an inch
 HATCHES = ("", "////", "||||", "\\\\\\\\", "xxxx", "----")
@@ -39,13 +39,13 @@ _RC: dict[Any, Any] = {
 }
 
 
-def svg_file(plot: Plot, width: int = WIDE) -> str:
+def svg_file(plot: Plot) -> str:
     """The drawing as a file of its own, which follows the reader's colour scheme.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    root = _cleaned(_drawn(plot, width), plot)
+    root = _cleaned(_drawn(plot), plot)
     style = ElementTree.Element("style")
     style.text = (
         f"svg {{ {variables(LIGHT)} font-family: system-ui, 'DejaVu Sans', sans-serif; }} "
@@ -59,19 +59,19 @@ def svg_file(plot: Plot, width: int = WIDE) -> str:
     return _text(root) + "\n"
 
 
-def _drawn(plot: Plot, width: int) -> str:
+def _drawn(plot: Plot) -> str:
     """What matplotlib writes."""
     import matplotlib
     from matplotlib.figure import Figure as Sheet
 
-    options = {**_RC, "svg.hashsalt": f"{plot.key} {width}"}
+    options = {**_RC, "svg.hashsalt": f"{plot.key} {_WIDE}"}
     with matplotlib.rc_context(options):
-        sheet = Sheet(figsize=(width / _UNITS, 5.2), layout="constrained")
+        sheet = Sheet(figsize=(_WIDE / _UNITS, 5.2), layout="constrained")
         axes = sheet.add_subplot()
         if isinstance(plot, Stacks):
-            _stacks(axes, plot, narrow=width <= NARROW)
+            _stacks(axes, plot)
         elif isinstance(plot, Ranges):
-            _ranges(axes, plot, narrow=width <= NARROW)
+            _ranges(axes, plot)
         axes.set_xlabel(plot.x_label)
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -79,23 +79,21 @@ def _drawn(plot: Plot, width: int) -> str:
     return file.getvalue()
 
 
-def _listing(axes: Any, names: Sequence[str], texts: Sequence[str], bad: Sequence[bool]) -> None:
-    """Rows below each other: a name on the left, its numbers on the right, its drawing below."""
+def _listing(axes: Any, names: Sequence[str], texts: Sequence[str]) -> None:
+    """Write a row for each name: the name left, its numbers right, its drawing below."""
     axes.figure.set_figheight((len(names) * 32 + 44) / _UNITS)
-    for place, (name, text, short_of) in enumerate(zip(names, texts, bad, strict=True)):
+    for place, (name, text) in enumerate(zip(names, texts, strict=True)):
         common = {"transform": axes.get_yaxis_transform(), "va": "bottom", "fontsize": 11}
         fits = int((axes.figure.get_figwidth() * _UNITS - 40) / 6.3) - len(text)
         axes.text(0, place - 0.2, textwrap.shorten(name, fits, placeholder=" …"), **common)
-        colour = LIGHT["bad" if short_of else "soft"]
-        weight = "bold" if short_of else "normal"
-        axes.text(1, place - 0.2, text, ha="right", color=colour, weight=weight, **common)
+        axes.text(1, place - 0.2, text, ha="right", color=LIGHT["soft"], **common)
     axes.set_ylim(len(names) - 0.6, -0.75)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
 
 
-def _stacks(axes: Any, plot: Stacks, *, narrow: bool) -> None:
-    """Bars of equal length below each other, cut into shares that say how much they are."""
+def _stacks(axes: Any, plot: Stacks) -> None:
+    """Draw a bar for each whole, all equally long, cut into the shares of its parts."""
     wholes = [sum(stack.parts) or 1.0 for stack in plot.stacks]
     places = list(range(len(wholes)))
     left = [0.0] * len(wholes)
@@ -111,24 +109,22 @@ def _stacks(axes: Any, plot: Stacks, *, narrow: bool) -> None:
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set_xlim(0, 100)
     axes.grid(visible=False)
-    names, texts = [s.name for s in plot.stacks], [s.text for s in plot.stacks]
-    _listing(axes, names, texts, [False] * len(names))
+    _listing(axes, [s.name for s in plot.stacks], [s.text for s in plot.stacks])
     axes.figure.legend(
-        loc="outside upper left", ncols=2 if narrow else 6, frameon=False, fontsize=11,
+        loc="outside upper left", ncols=6, frameon=False, fontsize=11,
         handlelength=1.6, columnspacing=1.2,
     )  # fmt: skip
 
 
-def _ranges(axes: Any, plot: Ranges, *, narrow: bool) -> None:
-    """A line from least to greatest and a dot at the middle."""
+def _ranges(axes: Any, plot: Ranges) -> None:
+    """Draw a line from the least to the greatest of each range, and a dot at its middle."""
     from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
     places = range(len(plot.ranges))
     lows, highs = [r.low for r in plot.ranges], [r.high for r in plot.ranges]
-    above, below = (0.1, 0.3) if narrow else (0.5, 0.5)  # names stand above each drawing if narrow
     axes.vlines(
-        [plot.even] * len(lows), [place - above for place in places],
-        [place + below for place in places], color=LIGHT["ink"], linewidth=1.5,
+        [plot.even] * len(lows), [place - 0.5 for place in places],
+        [place + 0.5 for place in places], color=LIGHT["ink"], linewidth=1.5,
     )  # fmt: skip
     axes.hlines(places, lows, highs, color=LIGHT["c0"], linewidth=5)
     for place, each in zip(places, plot.ranges, strict=True):
@@ -149,9 +145,6 @@ def _ranges(axes: Any, plot: Ranges, *, narrow: bool) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(visible=False, axis="y")
     names, texts = [r.name for r in plot.ranges], [r.text for r in plot.ranges]
-    if narrow:
-        _listing(axes, names, texts, [False] * len(names))
-        return
     axes.figure.set_figheight((len(names) * 30 + 50) / _UNITS)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(places, names, color=LIGHT["ink"])

@@ -16,15 +16,11 @@ class Plot:
         key: short name, for file names and links.
         title: what it says.
         x_label: with the unit.
-        source: device, date, versions, commit and command of its rows.
-        note: what to know when reading it.
     """
 
     key: str
     title: str
     x_label: str
-    source: str
-    note: str
 
 
 @dataclasses.dataclass(frozen=True)

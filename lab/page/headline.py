@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from lab.page.figure import Range, Ranges
 from lab.page.peers import others_of
 from lab.page.reading import own_us
-from lab.page.rows import Row, case_of, source
+from lab.page.rows import Row, case_of
 
 
 def comparisons(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
@@ -70,14 +70,10 @@ def headline(rows: Sequence[Row]) -> Ranges | None:
         low, high, middle = min(cases.values()), max(cases.values()), mean(cases.values())
         text = f"{middle:.2f} × {peer}"
         ranges.append(Range(name, low, middle, high, text))
-    used = [row for row in rows if own_us(row) and others_of(row)]
     return Ranges(
         key="headline",
         title="Times as fast as the libraries that engines use today",
         x_label="times as fast: least, geometric mean, greatest",
-        source=source(used),
-        note="All recorded shapes; right of the line this package is faster, left of it (red) the "
-        "other. FlashMLA pads fewer than 64 heads to 64. Medians of CUDA-graph replay.",
         ranges=tuple(ranges),
         even=1.0,
     )

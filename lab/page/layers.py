@@ -76,9 +76,6 @@ def layer_parts(rows: Sequence[Row]) -> Stacks | None:
         key="layer-parts",
         title="Where the time of a decode layer goes",
         x_label="percent of the kernels' time",
-        source=source(chosen),
-        note="64k tokens of context (4k where there is a window only). The roof is what the bytes "
-        "and operations take at this device's measured rates.",
         parts=(*list(_PARTS.values())[:5], "rest"),
         stacks=tuple(stacks),
     )
