@@ -37,7 +37,7 @@ def _v32(rows: Sequence[Row]) -> Table:
         for row in used
     ]
     head = ["shape", "FlashMLA us", "us", "times", "TFLOP/s", "error FlashMLA", "error"]
-    return Table("decode-v32", "Decode over V3.2's rows", head, body, source(used))
+    return Table(head, body, source(used))
 
 
 def _v41(rows: Sequence[Row]) -> Table:
@@ -58,7 +58,7 @@ def _v41(rows: Sequence[Row]) -> Table:
         for row in used
     ]
     head = ["shape", "584 us", "528 + 528", "528 + 288", "584 / 528 + 528", "584 / 528 + 288"]
-    return Table("decode-v41", "Decode over V4.1's rows", head, body, source(used))
+    return Table(head, body, source(used))
 
 
 def _end(rows: Sequence[Row]) -> Table:
@@ -70,7 +70,7 @@ def _end(rows: Sequence[Row]) -> Table:
         if row.get("same_bytes")
     ]
     head = ["shape", "attention us", "then FP8 us", "at once us", "FlashMLA, then FP8 us"]
-    return Table("decode-end", "Decode with FP8 heads", head, body, source(used))
+    return Table(head, body, source(used))
 
 
 def _peer(row: Row) -> str:

@@ -40,13 +40,13 @@ def _stress(rows: Sequence[Row]) -> Table:
         for row in used
     ]
     head = ["what", "calls compared", "million blocks", "different"]
-    return Table("decode-stress", "Decode, repeated", head, body, source(used))
+    return Table(head, body, source(used))
 
 
 def _racecheck(rows: Sequence[Row]) -> Table:
     used = _of(rows, "racecheck")
     body = [[case_of(row), "some" if row["pairs"] is None else str(row["pairs"])] for row in used]
-    return Table("decode-racecheck", "racecheck", ["what", "reports"], body, source(used))
+    return Table(["what", "reports"], body, source(used))
 
 
 def _counters(rows: Sequence[Row]) -> Table:
@@ -63,4 +63,4 @@ def _counters(rows: Sequence[Row]) -> Table:
     ]
     head = ["launch", "us", "its bytes", "its products", "DRAM %", "L2 %", "L1 %", "tensor %"]
     head += ["issue %", "warps wait for"]
-    return Table("decode-counters", "Counters of decode", head, body, source(used))
+    return Table(head, body, source(used))

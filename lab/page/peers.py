@@ -48,8 +48,7 @@ def peer_table(rows: Sequence[Row]) -> Table:
                 [name_of(row) + where, name, shown, microseconds(mine), microseconds(theirs)]
             )
     head = ["case", "other", "times", "us", "its us"]
-    note = "times: how many times as fast as the other. Below 1 the other is faster."
-    return Table("against", "Against other libraries", head, body, source(used), note)
+    return Table(head, body, source(used))
 
 
 def decode_rows(rows: Sequence[Row]) -> list[Row]:
@@ -83,5 +82,4 @@ def decode_by_heads(rows: Sequence[Row]) -> Table:
         [str(heads), *(found[heads].get(batch, "-") for batch in batches)]
         for heads in sorted(found, reverse=True)
     ]
-    note = "Microseconds by heads and requests; in brackets times as fast as FlashMLA."
-    return Table("decode-heads", "Decode attention", head, body, source(used), note)
+    return Table(head, body, source(used))

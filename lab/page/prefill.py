@@ -52,7 +52,7 @@ def _attention(rows: Sequence[Row]) -> Table:
     head += ["of roofline"] if shares else []
     head += ["FlashMLA us", "times", "error, both"]
     head += ["us, FP8 output", "FlashMLA + pass us", "times"]
-    return Table("prefill", "Attention during prefill", head, body, source(used))
+    return Table(head, body, source(used))
 
 
 def _pipeline(rows: Sequence[Row]) -> Table:
@@ -79,7 +79,7 @@ def _pipeline(rows: Sequence[Row]) -> Table:
     head = ["layer", "heads", "queries of context"]
     head += ["us to bfloat16 heads", "gather, FlashMLA us", "times"]
     head += ["us to FP8 heads", "gather, FlashMLA, pass us", "times"]
-    return Table("prefill-pipeline", "Prefill from FP8 pages", head, body, source(used))
+    return Table(head, body, source(used))
 
 
 def _lists(rows: Sequence[Row]) -> Table:
@@ -94,7 +94,7 @@ def _lists(rows: Sequence[Row]) -> Table:
         for row in used
     ]
     head = ["rows by lists", "us", "FlashMLA us", "times"]
-    return Table("prefill-lists", "Rows by lists alone", head, body, source(used))
+    return Table(head, body, source(used))
 
 
 def _shape(row: Row) -> list[str] | None:

@@ -11,7 +11,6 @@ from anymla.bench.report import read_lines
 
 Row = dict[str, Any]
 
-_NUMBER = re.compile(r"(\d[\d,]*)")
 # Rows say "flash" for DeepSeek-V4-Flash, which nobody tells from FlashMLA beside it.
 MODELS = {"flash": "V4-Flash", "pro": "V4-Pro"}
 _MODEL = re.compile(r"^(flash|pro)\b")
@@ -84,9 +83,3 @@ def _versions(rows: Sequence[Row]) -> list[str]:
 
 def _listed(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(word for word in words if word))
-
-
-def number_before(word: str, text: str) -> float | None:
-    """The number in front of a word: 128 of "128 tokens, 64 heads" for "tokens"."""
-    found = re.search(_NUMBER.pattern + rf" {word}\b", text)
-    return float(found[1].replace(",", "")) if found else None

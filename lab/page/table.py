@@ -12,27 +12,16 @@ class Table:
     """Rows of text.
 
     Attributes:
-        key: short name, for links.
-        title: what it says.
         head: names of the columns.
         body: rows; a cell that begins with "!" is something that fell short.
         source: device, date, versions, commit and command.
-        note: what to know when reading it.
-        folded: shown on request.
+        note: remark that the reader of the numbers needs.
     """
 
-    key: str
-    title: str
     head: Cells
     body: list[Cells]
     source: str
     note: str = ""
-    folded: bool = False
-
-
-def slug(text: str) -> str:
-    """A key that can stand in a link."""
-    return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
 
 
 def markdown(table: Table, *, numbers: bool = False) -> list[str]:

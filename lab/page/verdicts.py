@@ -39,7 +39,7 @@ def conformance(rows: Sequence[Row]) -> Table:
     versions = {_judged(r): str(r["version"]) for r in newest.values() if r.get("version")}
     note = "An empty cell: not run. " + "; ".join(f"{n}: {v}" for n, v in versions.items())
     origin = source(list(newest.values()))
-    return Table("conformance", "Conformance: who keeps what", head, body, origin, note)
+    return Table(head, body, origin, note)
 
 
 def _order(subject: str) -> int:
