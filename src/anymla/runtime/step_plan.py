@@ -138,7 +138,6 @@ class StepPlanner:
         for group in self.store.groups:
             if group.kind != "compressed" or group.name not in step.groups:
                 continue
-            entries = sum(stop // group.ratio for stop in stops[step.num_decodes :])
-            if decoding_pays(tokens, entries):
+            if decoding_pays(tokens, stops[step.num_decodes :], group.ratio):
                 chunks[group.name] = sees(compressed=step.groups[group.name], ratio=group.ratio)
         return dataclasses.replace(step, chunks=chunks)

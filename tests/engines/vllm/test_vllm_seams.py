@@ -131,7 +131,7 @@ def test_each_model_is_refused_by_itself(
         (gone, [], {"DeepseekV41ForCausalLM"}),
     ):
         monkeypatch.setattr(report, "missing_seams", lambda *_, found=missing: found)
-        monkeypatch.setattr(report, "missing_shared_seams", lambda *_, found=shared: found)
+        monkeypatch.setattr(report, "missing_v41_seams", lambda *_, found=shared: found)
         registered.clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -187,7 +187,7 @@ def every_seam() -> set[Seam]:
 def assert_every_seam_is_there(root: Path, others: Path) -> None:
     for platform in PLATFORMS:
         assert seams.missing_seams(root, platform, EVERY) == []
-        assert seams.missing_shared_seams(root, platform, report.V41_PARTS) == []
+        assert seams.missing_v41_seams(root, platform, report.V41_PARTS) == []
     for seam in every_seam():
         for changed in renamed(root, others, seam):
             assert seams._missing(changed, seam), seam

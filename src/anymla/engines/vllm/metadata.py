@@ -14,8 +14,8 @@ from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 
-from anymla.engines.vllm.prefill import StepPlans, decodes_rows
-from anymla.ops.attention.plan import has_workspace_kernel
+from anymla.engines.vllm.prefill import StepPlans
+from anymla.ops.attention.plan import decoding_pays, has_workspace_kernel
 from anymla.ops.step_indices import compressed_rows
 
 # Base of mixins: the class of vLLM after the mixin has the attributes that it uses.
@@ -125,7 +125,7 @@ def _by_slots(builder: Any, cm: Any) -> int:
     if not prefills:
         return tokens
     lengths = cm.seq_lens_cpu_upper_bound[decodes : decodes + prefills].tolist()
-    return before if decodes_rows(prefilled, lengths, builder.compress_ratio) else tokens
+    return before if decoding_pays(prefilled, lengths, builder.compress_ratio) else tokens
 
 
 class WindowBuilder(Uneven, sparse_swa.DeepseekSparseSWAMetadataBuilder):

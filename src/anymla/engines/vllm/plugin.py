@@ -25,7 +25,7 @@ def register() -> None:
         _say(logging.WARNING, f"anymla replaces nothing: {refused}")
         return
     machine = report.this_machine()
-    _register_shared(machine, chosen)
+    _register_v41(machine, chosen)
     parts = report.plan(machine, chosen)
     if refused := report.refusal_by_source(machine, parts):
         _say(logging.WARNING, f"anymla replaces nothing: {refused}")
@@ -43,7 +43,7 @@ def register() -> None:
         ModelRegistry.register_model("DSparkDraftModel", f"{_MODEL}:AnymlaDeepseekV4DSpark")
 
 
-def _register_shared(machine: report.Machine, chosen: str) -> None:
+def _register_v41(machine: report.Machine, chosen: str) -> None:
     """Register DeepSeek-V4.1's model, for which seams may be missing independently."""
     parts = report.v41_plan(machine, chosen)
     if not any(part.replaced for part in parts):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,18 +104,6 @@ def plans_of_step(attn_metadata: dict[str, Any], window: Any) -> StepPlans:
     return plans
 
 
-def decodes_rows(tokens: int, seq_lens: Sequence[int], ratio: int) -> bool:
-    """True if a step's prefills attend to a workspace, provided the device has a kernel for it.
-
-    Args:
-        tokens: number of prefill tokens.
-        seq_lens: lengths of the prefill requests including these tokens.
-        ratio: tokens per compressed entry; 1 for layers without entries.
-    """
-    entries = sum(length // ratio for length in seq_lens) if ratio > 1 else 0
-    return decoding_pays(tokens, entries)
-
-
 @contextlib.contextmanager
 def scratch_memory(num_bytes: int) -> Iterator[None]:
     """Take operations' scratch memory from vLLM's workspace, which its memory profile counts.
@@ -146,7 +134,7 @@ def _chunks(window: Any, positions: Tensor, ratio: int, requests_a_chunk: int) -
     before, count = window.num_decodes, window.num_prefills
     starts = window.query_start_loc_cpu[before : before + count + 1].tolist()
     lengths = window.prefill_seq_lens_cpu[:count].tolist()
-    if not decodes_rows(window.num_prefill_tokens, lengths, ratio):
+    if not decoding_pays(window.num_prefill_tokens, lengths, ratio):
         return []
     plan = window.get_prefill_chunk_plan(compress_ratio=ratio, prefill_chunk_size=requests_a_chunk)
     made = []

@@ -10,7 +10,7 @@ from typing import Any
 from anymla.engines.vllm.pinned import PLATFORMS, VERSIONS, installed_version
 from anymla.engines.vllm.seams import (
     missing_seams,
-    missing_shared_seams,
+    missing_v41_seams,
     source_of_vllm,
 )
 
@@ -152,7 +152,7 @@ def v41_refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
     """Return the same reason for DeepSeek-V4.1, which is not audited."""
     names = [part.name for part in parts if part.replaced]
     root = source_of_vllm()
-    return _refusal(missing_shared_seams(root, machine.platform, names) if names else [])
+    return _refusal(missing_v41_seams(root, machine.platform, names) if names else [])
 
 
 def _refusal(missing: list[str]) -> str | None:
@@ -289,13 +289,13 @@ def v41_plan(machine: Machine, chosen: str) -> list[Part]:
     vLLM has a model for CUDA and one for ROCm. On other devices the CUDA model is built, and every
     part of it replaced. No part is replaced for speed, because none was measured.
     """
-    parts = [_shared(name, machine, chosen) for name in V41_PARTS]
+    parts = [_v41_part(name, machine, chosen) for name in V41_PARTS]
     if machine.platform == "cpu" and parts[0].replaced:
         parts.append(Part(METADATA_KERNELS, True, "Triton has no compiler for CPUs"))
     return parts
 
 
-def _shared(name: str, machine: Machine, chosen: str) -> Part:
+def _v41_part(name: str, machine: Machine, chosen: str) -> Part:
     """Decide one part of DeepSeek-V4.1 by itself."""
     if chosen == "off":
         return Part(name, False, f"{VARIABLE}=off")
@@ -353,10 +353,10 @@ def plugin_view() -> list[dict[str, str]]:
     rows = [{"part": "vLLM", "action": version, "why": refused or VERSIONS[version]}]
     rows += [] if refused else [_row(part.name, part) for part in parts]
     if version in VERSIONS:
-        shared = v41_plan(machine, chosen)
-        if left := v41_refusal_by_source(machine, shared):
-            shared = [Part(part.name, False, left) for part in shared]
-        rows += [_row(f"{V41} {part.name}", part) for part in shared]
+        v41_parts = v41_plan(machine, chosen)
+        if left := v41_refusal_by_source(machine, v41_parts):
+            v41_parts = [Part(part.name, False, left) for part in v41_parts]
+        rows += [_row(f"{V41} {part.name}", part) for part in v41_parts]
     return rows
 
 

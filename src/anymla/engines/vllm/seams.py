@@ -31,7 +31,7 @@ def missing_seams(root: Path, platform: str, parts: Collection[str]) -> list[str
     return [line for seam in seams_of(platform, parts) if (line := _missing(root, seam))]
 
 
-def missing_shared_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
+def missing_v41_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
     """List the same for DeepSeek-V4.1; ``parts`` are names in ``report.V41_PARTS``."""
     every = v41_seams_of(platform, parts)
     return [line for seam in every if (line := _missing(root, seam))]

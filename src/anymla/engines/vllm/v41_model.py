@@ -33,7 +33,7 @@ if report.METADATA_KERNELS in _REPLACED:
     register_kernels({name: vars(cpu_kernels)[ours] for name, ours in METADATA_KERNELS.items()})
 
 
-class _WithSharedParts:
+class _WithV41Parts:
     """Mixin before an attention class of vLLM or anymla, which replaces the layer's parts.
 
     Attributes:
@@ -60,7 +60,7 @@ def _with_parts(attention: type, parts: frozenset[str]) -> type:
     """Return the attention class, under its own name, that builds these parts as anymla's."""
     if not parts & {report.INDEXER, report.COMPRESSOR}:
         return attention
-    return type(attention.__name__, (_WithSharedParts, attention), {"parts": parts})
+    return type(attention.__name__, (_WithV41Parts, attention), {"parts": parts})
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKern
 from vllm.utils import deep_gemm
 
 from anymla.engines.vllm.attention import AnymlaAttention
-from anymla.engines.vllm.prefill import Chunk, StepPlans, decodes_rows
+from anymla.engines.vllm.prefill import Chunk, StepPlans
+from anymla.ops.attention.plan import decoding_pays
 from anymla.ops.compile_ahead import compiled_together
 
 _LOG = init_logger("vllm.plugins.anymla")
@@ -149,7 +150,7 @@ class Rehearsal:
     def _attend_by_slots(self, tokens: int, context: int) -> bool:
         """True if some layers' prefills of so few tokens attend by slots, as decodes do."""
         ratios = {layer.compress_ratio for layer in self.layers}
-        return not all(decodes_rows(tokens, [context], ratio) for ratio in ratios)
+        return not all(decoding_pays(tokens, [context], ratio) for ratio in ratios)
 
     def _forward(self, tokens: int, step: _Step) -> None:
         """Run a whole step, bypassing any replacement of this model's forward, such as an audit."""

@@ -5,6 +5,7 @@ Layers and engines ask here, so that they know neither devices nor backends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,13 +37,15 @@ def reads_workspaces(channels: int, dtype: torch.dtype, device: torch.device) ->
     return channels == CHANNELS and dtype == torch.bfloat16 and has_workspace_kernel(device)
 
 
-def decoding_pays(tokens: int, entries: int) -> bool:
+def decoding_pays(tokens: int, seq_lens: Sequence[int], ratio: int) -> bool:
     """Return True if prefill queries attend to decoded rows faster than to rows in their pages.
 
     Args:
-        tokens: number of queries.
-        entries: number of compressed entries that any of them sees.
+        tokens: number of queries of all prefill requests.
+        seq_lens: lengths of these requests, in tokens including the queries.
+        ratio: tokens per compressed entry; 1 for layers without entries.
     """
+    entries = sum(length // ratio for length in seq_lens) if ratio > 1 else 0
     return entries <= ENTRIES_PER_QUERY * tokens
 
 
