@@ -2,9 +2,12 @@
 
 import importlib
 import inspect
+import itertools
 import pathlib
 import pkgutil
 import re
+
+from sphinx.application import Sphinx
 
 import anymla.ops
 
@@ -25,6 +28,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "separated"
 napoleon_use_ivar = True
+napoleon_custom_sections = [("Results", "params_style")]
 
 html_theme = "furo"
 html_title = f"anymla {release}"
@@ -58,6 +62,19 @@ def write_family_pages(folder: pathlib.Path) -> None:
             path.write_text(text, encoding="utf-8")
 
 
-def setup(app: object) -> None:
+def name_results(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Rename the section of several named results; Napoleon would read them as one paragraph."""
+    if "Returns:" not in lines:
+        return
+    at = lines.index("Returns:")
+    section = itertools.takewhile(lambda line: line.startswith("    "), lines[at + 1 :])
+    if sum(bool(re.match(r" {4}\w+: ", line)) for line in section) > 1:
+        lines[at] = "Results:"
+
+
+def setup(app: Sphinx) -> None:
     """Called by Sphinx before it reads a page."""
+    app.connect("autodoc-process-docstring", name_results, priority=400)  # before Napoleon
     write_family_pages(pathlib.Path(__file__).parent / "api" / "operations")
