@@ -1,1 +1,1 @@
-"""The report that people look at: one HTML page, PNG plots and Markdown tables from result rows."""
+"""SVG drawings and Markdown tables of README.md and the documents, made from recorded rows."""

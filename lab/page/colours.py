@@ -1,4 +1,4 @@
-"""Colours by name, light and dark; the drawings and the page share them as CSS variables."""
+"""Colours of the drawings by name, for a light and a dark scheme, as CSS variables."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ DARK = {
     "c5": "#4fd0dc",
 }
 assert LIGHT.keys() == DARK.keys()
-assert len(set(LIGHT.values())) == len(LIGHT)  # a drawing's colours are found by their values
+assert len(set(LIGHT.values())) == len(LIGHT)  # `draw` finds a colour's name by its value
 
 
 def variables(colours: dict[str, str]) -> str:
-    """Declarations of CSS variables."""
+    """Return CSS declarations that set a variable for each colour."""
     return " ".join(f"--{name}: {colour};" for name, colour in colours.items())

@@ -1,4 +1,4 @@
-"""Decode over V3.2's and V4.1's rows, and with FP8 heads, as Markdown tables."""
+"""Markdown tables of decode attention over V3.2's and V4.1's rows, and with FP8 heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END = "decode attention with FP8 heads"
 
 
 def decode_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Tables by the marks that they stand between; without rows none."""
+    """Return Markdown lines of the tables that have rows, by the name of their marks."""
     made = {"decode_v32": _v32(rows), "decode_v41": _v41(rows), "decode_end": _end(rows)}
     return {
         name: [*markdown(table), "", f"({table.source})"]

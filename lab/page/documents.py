@@ -1,4 +1,4 @@
-"""Tables of the README and of the documents, between marks that name them."""
+"""Markdown tables of README.md and the documents, and the marks between which they stand."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lab.support_matrix import support_table
 
 
 def readme_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Lines between ``<!-- name: begin -->`` and ``<!-- name: end -->``, by name.
+    """Return the lines between ``<!-- name: begin -->`` and ``<!-- name: end -->``, by name.
 
     Args:
-        rows: those that count (``newest``).
+        rows: recorded rows without superseded ones; see ``newest``.
     """
     blocks = {"support": support_table(rows)}
     decode = decode_by_heads(rows)
@@ -49,7 +49,7 @@ def readme_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def with_blocks(text: str, blocks: dict[str, list[str]]) -> str:
-    """The text with what lies between known marks replaced; marks that it lacks are left out."""
+    """Replace the lines between a text's marks; blocks whose marks it lacks are ignored."""
     for name, lines in blocks.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin in text and end in text:

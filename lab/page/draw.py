@@ -1,4 +1,4 @@
-"""Plots as SVG by matplotlib: text stays text, colours follow the reader's scheme."""
+"""Draw plots as SVG with matplotlib: text stays text, colours follow the reader's scheme."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lab.page.figure import Plot, Ranges, Stacks
 
 _WIDE = 600
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-_UNITS = 72  # of an SVG by matplotlib, in an inch
+_UNITS = 72  # matplotlib's SVG units in an inch
 HATCHES = ("", "////", "||||", "\\\\\\\\", "xxxx", "----")
 _RC: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -40,7 +40,7 @@ _RC: dict[Any, Any] = {
 
 
 def svg_file(plot: Plot) -> str:
-    """The drawing as a file of its own, which follows the reader's colour scheme.
+    """Return the text of an SVG file that follows the reader's colour scheme.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -60,7 +60,7 @@ def svg_file(plot: Plot) -> str:
 
 
 def _drawn(plot: Plot) -> str:
-    """What matplotlib writes."""
+    """Draw a plot with matplotlib and return the SVG text that it writes."""
     import matplotlib
     from matplotlib.figure import Figure as Sheet
 
@@ -158,7 +158,10 @@ def _ranges(axes: Any, plot: Ranges) -> None:
 
 
 def _cleaned(text: str, plot: Plot) -> ElementTree.Element:
-    """Without what a page does not need: fixed sizes, fonts, unused names, false precision."""
+    """Parse matplotlib's SVG; drop fixed sizes, fonts, unused ids and digits after the first.
+
+    Colours become CSS variables, and the plot's title becomes the accessible label.
+    """
     root = ElementTree.fromstring(text)
     for element in root.iter():
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
@@ -197,7 +200,7 @@ def _rounded(found: re.Match[str]) -> str:
 
 
 def _label_points(root: ElementTree.Element, plot: Plot) -> None:
-    """A point that is pointed at says what it is."""
+    """Give each dot a title, which a browser shows when the pointer is over it."""
     labels: dict[str, list[str]] = {}
     if isinstance(plot, Ranges):
         labels["ranges"] = [f"{each.name}: {each.text}" for each in plot.ranges]

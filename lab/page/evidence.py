@@ -1,4 +1,4 @@
-"""What was seen of the Hopper decode kernels beside answers and times, as Markdown tables."""
+"""Markdown tables of evidence on the Hopper decode kernels: repetition, racecheck, counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHARES = ("dram", "l2", "l1", "tensor", "issue")
 
 
 def evidence_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Tables by the marks that they stand between; without rows none."""
+    """Return Markdown lines of the tables that have rows, by the name of their marks."""
     made = {
         "decode_stress": _stress(rows),
         "decode_racecheck": _racecheck(rows),

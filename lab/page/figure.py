@@ -1,21 +1,21 @@
-"""What a plot shows, apart from how it is drawn."""
+"""Contents of plots, apart from how they are drawn."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# More lines than these in one plot cannot be told apart.
+# A reader cannot tell more than these parts apart in one plot.
 MOST_SERIES = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """What all plots have.
+    """Texts that every kind of plot needs.
 
     Attributes:
-        key: short name, for file names and links.
-        title: what it says.
-        x_label: with the unit.
+        key: short name, which is the stem of its file's name.
+        title: title of the plot, a phrase without a full stop.
+        x_label: label of the horizontal axis, with its unit.
     """
 
     key: str
@@ -25,12 +25,12 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A whole and its parts.
+    """A measured whole and its parts, one bar of ``Stacks``.
 
     Attributes:
-        name: what was measured.
-        parts: a number for each of ``Stacks.parts``.
-        text: the whole, with its numbers.
+        name: name of the measured case, for people.
+        parts: a number not below 0 for each of ``Stacks.parts``, all in one unit.
+        text: size of the whole in words, with its unit.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Stacks(Plot):
-    """Wholes below each other, each as long as the others, cut into the shares of their parts.
+    """Bars below each other, all equally long, cut into the shares of their parts.
 
     Attributes:
-        parts: their names, in order; at most ``MOST_SERIES``.
-        stacks: in this order.
+        parts: names of the parts from left to right, at most ``MOST_SERIES``.
+        stacks: bars from top to bottom.
     """
 
     parts: tuple[str, ...]
@@ -56,14 +56,14 @@ class Stacks(Plot):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What many shapes have between them.
+    """Least, middle and greatest ratio of many shapes, one line of ``Ranges``.
 
     Attributes:
-        name: what was measured.
-        low: the least.
-        middle: the geometric mean.
-        high: the greatest.
-        text: the numbers.
+        name: name of the measured family, for people.
+        low: least ratio of all shapes, above 0.
+        middle: geometric mean of the ratios.
+        high: greatest ratio of all shapes.
+        text: words beside the line, with the middle.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Ranges(Plot):
     """Ranges below each other, on one logarithmic axis with a line at ``even``.
 
     Attributes:
-        ranges: in this order.
-        even: where neither side is better.
+        ranges: lines from top to bottom.
+        even: ratio at which neither side is faster.
     """
 
     ranges: tuple[Range, ...]

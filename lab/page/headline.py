@@ -1,4 +1,4 @@
-"""The drawing at the top of README.md: how all shapes compare with other libraries."""
+"""Drawing at the top of README.md: speed of all recorded shapes against other libraries."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lab.page.rows import Row, case_of
 
 
 def comparisons(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
-    """Times as fast as others, by what ran and beside what, then by case.
+    """Return speed ratios to other libraries by (family, library), then by case.
 
-    The fastest of the others counts where a row has several.
+    A ratio is the other's time over ours. A row with several libraries counts for the fastest.
     """
     made: dict[tuple[str, str], dict[str, float]] = {}
     for name, belongs in _FAMILIES.items():
@@ -30,7 +30,7 @@ def comparisons(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def _part(pattern: str, **values: object) -> Callable[[Row], bool]:
-    """Whether a row's part matches from its beginning to its end, and it has these values."""
+    """Return a test that is True for rows whose whole part matches and that have these values."""
 
     def belongs(row: Row) -> bool:
         if not re.fullmatch(pattern, str(row.get("part", ""))):
@@ -57,10 +57,10 @@ _FAMILIES: dict[str, Callable[[Row], bool]] = {
 
 
 def headline(rows: Sequence[Row]) -> Ranges | None:
-    """Every comparison with another library: the range over all recorded shapes.
+    """Plot each family's speed ratios to each library over all shapes; None without any.
 
     Args:
-        rows: those that count (``newest``).
+        rows: recorded rows without superseded ones; see ``newest``.
     """
     found = comparisons(rows)
     if not found:
@@ -80,6 +80,6 @@ def headline(rows: Sequence[Row]) -> Ranges | None:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The geometric mean."""
+    """Return the geometric mean of numbers above 0."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))

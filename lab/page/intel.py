@@ -1,4 +1,4 @@
-"""What Intel's compilers made of the kernels, from recorded builds and nothing else."""
+"""Markdown tables of Intel's machine code for the kernels, from recorded builds alone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ PEER_PART = "decode attention built for Intel's GPUs"
 
 
 def intel_table(rows: Sequence[Row]) -> list[str]:
-    """Lines of a Markdown table: a line a kernel, a column a target, the largest of its builds.
+    """Return Markdown lines: one row for each kernel and one column for each Intel target.
 
-    A cell has registers that were spilled, KiB of instructions, matrix instructions (DPAS), KiB of
-    private memory a thread if there is any, and of how many builds; "-" where none was recorded.
+    A cell has the largest values of the kernel's builds: spilled registers, KiB of instructions,
+    matrix instructions (DPAS) and KiB of private memory per thread, if there is any; then the
+    number of builds. It is "-" if none was recorded.
 
     Args:
-        rows: the newest of each build; others are left out.
+        rows: newest row of each build; rows of other kinds are ignored.
     """
     builds: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
@@ -39,10 +40,10 @@ def intel_table(rows: Sequence[Row]) -> list[str]:
 
 
 def intel_peer_table(rows: Sequence[Row]) -> list[str]:
-    """Lines of a Markdown table: decode attention of both libraries, a line a target and kernel.
+    """Return Markdown lines on both libraries' decode attention: one for each target and kernel.
 
     Args:
-        rows: the newest of each kernel; others are left out.
+        rows: newest row of each kernel; rows of other kinds are ignored.
     """
     found = [row for row in rows if row.get("part") == PEER_PART]
     if not found:

@@ -1,4 +1,4 @@
-"""Decode layers: where their time goes, as a figure and as a table."""
+"""Time of decode layers by family of kernels, as a figure and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lab.page.reading import microseconds
 from lab.page.rows import MODELS, Row, case_of, device_of, is_gpu, source
 
 _CASE = re.compile(r"(\w+), ratio (\d+), batch (\d+), context (\d+)$")
-# Families of kernels as people call them, in the order of a legend.
+# Families of kernels in the order of the legend, with the words that it has for them.
 _PARTS = {
     "moe": "experts",
     "linear": "linear layers",
@@ -26,7 +26,7 @@ _DRAWN_CONTEXTS = (4096, 65536)
 
 
 def layer_rows(rows: Sequence[Row]) -> list[Row]:
-    """Measured layers: by model, ratio, context, batch."""
+    """Return rows of decode layers, sorted by model, ratio, context and batch."""
     chosen = [row for row in rows if row.get("part") == "decode layer" and "parts_us" in row]
     chosen = [row for row in chosen if _CASE.match(case_of(row))]
     return sorted(chosen, key=_place)
@@ -44,14 +44,14 @@ def _sizes(row: Row) -> tuple[str, int, int, int]:
 
 
 def _parts(row: Row) -> list[float]:
-    """Microseconds of each of ``_PARTS``."""
+    """Return the microseconds of each of ``_PARTS``; the last is the sum of all other kernels."""
     given = {str(name): float(us) for name, us in row["parts_us"].items()}
     named = [given.pop(name, 0.0) for name in _PARTS if name]
     return [*named, sum(given.values())]
 
 
 def drawn_layers(rows: Sequence[Row]) -> list[Row]:
-    """Measured layers at one context a ratio."""
+    """Return rows of decode layers at 4k of context for ratio 0 and at 64k for the others."""
     chosen = []
     for row in layer_rows(rows):
         _, ratio, _, context = _sizes(row)
@@ -61,7 +61,7 @@ def drawn_layers(rows: Sequence[Row]) -> list[Row]:
 
 
 def layer_parts(rows: Sequence[Row]) -> Stacks | None:
-    """Shares of a layer's kernels, at one context a ratio."""
+    """Plot the shares of each drawn layer's kernels; None if no layer was measured."""
     chosen = drawn_layers(rows)
     if not chosen:
         return None
@@ -82,7 +82,7 @@ def layer_parts(rows: Sequence[Row]) -> Stacks | None:
 
 
 def usual_layer_parts(rows: Sequence[Row]) -> Stacks | None:
-    """Draw the layers of the GPU that has most rows among those that have any layer's."""
+    """Plot the layers of one GPU: of those with measured layers, the one with most rows."""
     devices = collections.Counter(device_of(row) for row in rows if is_gpu(row))
     for device, _ in devices.most_common():
         if plot := layer_parts([row for row in rows if is_gpu(row) and device_of(row) == device]):
@@ -91,7 +91,7 @@ def usual_layer_parts(rows: Sequence[Row]) -> Stacks | None:
 
 
 def layer_table(rows: Sequence[Row]) -> list[str]:
-    """Markdown lines: every measured layer, and the same one from others' kernels."""
+    """Return Markdown lines: each measured layer beside the same layer of others' kernels."""
     head = ["layer", "context", "batch", "us", "others", "times", "launches", "roofline", "%"]
     head += _PARTS.values()
     lines = [f"| {' | '.join(head)} |", f"|---{'|--:' * (len(head) - 1)}|"]

@@ -1,7 +1,7 @@
-"""Which rows count: a newer row of the same thing supersedes the older.
+"""Choose the rows that count: a newer row of the same thing supersedes the older.
 
-Everything that shows recorded rows (the report, the tables of README.md and docs) takes them from
-here, so that no two places can disagree about a number.
+The drawings and the tables of README.md and docs all take their rows from here, so that no two
+places can disagree about a number.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _AT_MOST = re.compile(r"<= ([\d.]+) us$")
 
 
 class Thing(NamedTuple):
-    """What a number is of; backend, commit, versions and date are not part of it.
+    """Identity of a measured number, which leaves out backend, commit, versions and date.
 
     Attributes:
-        operation: what ran.
-        shape: over what, in the same words whichever benchmark wrote the row.
-        device: where.
-        peer: the other library that was timed in the same process; "" for our own number.
+        operation: name of the operation that ran.
+        shape: sizes of the call, in the same words whichever benchmark wrote the row.
+        device: name of the device that ran it, or the target of a build.
+        peer: other library that was timed in the same process; "" for our own number.
     """
 
     operation: str
@@ -37,7 +37,7 @@ class Thing(NamedTuple):
 
 
 def things_of(row: Row) -> list[Thing]:
-    """Everything that a row measures: its own number first, then each comparison."""
+    """Return everything that a row measures: its own number first, then each comparison."""
     operation, shape = _operation(row)
     device = str(row["target"]) if "module" in row or "family" in row else device_of(row)
     made = [Thing(operation, shape, device, "")]
@@ -49,7 +49,7 @@ def things_of(row: Row) -> list[Thing]:
 
 
 def _operation(row: Row) -> tuple[str, str]:
-    """Operation and shape, said in one way for all benchmarks."""
+    """Return operation and shape of a row in words that are the same for all benchmarks."""
     part, case = str(row.get("part") or row.get("file", "")), case_of(row)
     if "module" in row:  # a build
         return f"build of {row['module']}", f"{row.get('number')}, {case}"
@@ -76,11 +76,11 @@ def _operation(row: Row) -> tuple[str, str]:
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """The rows that are the newest of anything that they measure, in the order given.
+    """Return the rows that are the newest of anything that they measure, in the order given.
 
-    A row whose every number was measured again is left out, also if another benchmark, backend or
-    commit measured it. A time that was asked of it is asked of the row that took its place. Of two
-    rows of one date the later counts.
+    A row is left out if each of its numbers was measured again, also by another benchmark, backend
+    or commit. A target of at most so many microseconds passes to the row that took its place. Of
+    two rows of one date the later counts.
     """
     given = list(rows)
     places: dict[Thing, int] = {}
@@ -103,7 +103,7 @@ def _date(row: Row) -> str:
 
 
 def _judged(row: Row, target: str | None) -> Row:
-    """The row with what was asked of the one before it, unless something is asked of it already."""
+    """Return a row judged by its predecessor's target, unless it has one of its own or no time."""
     us = own_us(row)
     if target is None or row.get("target") is not None or us is None:
         return row

@@ -1,4 +1,4 @@
-"""Other libraries in the same process: how many times as fast as they, as figures and tables."""
+"""Tables of speed against other libraries that were timed in the same process."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lab.page.reading import (
 from lab.page.rows import Row, device_of, name_of, source
 from lab.page.table import Table
 
-# What stands beside a whole layer is put together from several libraries.
+# A whole layer is compared with one that is put together from several libraries.
 _ASSEMBLY = "FlashMLA + DeepGEMM"
 
 
 def whole_peers(row: Row) -> dict[str, float]:
-    """Microseconds of other libraries that do all of what is timed here, by name."""
+    """Return microseconds by name of the libraries that do all of the timed work."""
     return {name: us for name, us in peer_us(row).items() if "scores only" not in name}
 
 
 def others_of(row: Row) -> dict[str, float]:
-    """Microseconds of what an engine would use instead: one library, or several together."""
+    """Return microseconds by name of an engine's alternatives: one library or several together."""
     if row.get("part") == "decode layer" and is_number(row.get("others_us")):
         return {_ASSEMBLY: float(row["others_us"])}
     return whole_peers(row)
 
 
 def peer_table(rows: Sequence[Row]) -> Table:
-    """Every shape beside every other library; the device where it is not most rows' own."""
+    """Tabulate each shape beside each library; a device is named unless it is most rows' own."""
     used = [row for row in rows if own_us(row) is not None and peer_us(row)]
     devices = Counter(device_of(row) for row in used).most_common(1)
     body = []
@@ -52,7 +52,7 @@ def peer_table(rows: Sequence[Row]) -> Table:
 
 
 def decode_rows(rows: Sequence[Row]) -> list[Row]:
-    """Decode attention beside FlashMLA, one query a request, at the models' usual lists."""
+    """Return decode attention beside FlashMLA of one query per request over usual lists."""
     return [
         row
         for row in rows
@@ -66,9 +66,9 @@ def decode_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def decode_by_heads(rows: Sequence[Row]) -> Table:
-    """Decode attention of one query a request, heads down and requests across.
+    """Tabulate decode attention of one query per request: heads down, requests across.
 
-    Each cell has microseconds, and in brackets how many times as fast as FlashMLA.
+    Each cell has microseconds and, in brackets, FlashMLA's time over ours.
     """
     found: dict[int, dict[int, str]] = defaultdict(dict)
     used = decode_rows(rows)

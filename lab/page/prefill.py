@@ -1,4 +1,4 @@
-"""Attention during prefill beside FlashMLA, as Markdown tables."""
+"""Markdown tables of prefill attention beside FlashMLA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LISTS = "flash_mla_sparse_fwd"
 
 
 def prefill_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Tables by the marks that they stand between; without rows none."""
+    """Return Markdown lines of the tables that have rows, by the name of their marks."""
     made = {
         "prefill": _attention(rows),
         "prefill_pipeline": _pipeline(rows),
@@ -107,6 +107,6 @@ def _shape(row: Row) -> list[str] | None:
 
 
 def _times(ratio: float, target: object = None) -> str:
-    """How many times as fast; marked where it falls short of what was asked."""
+    """Write a speed ratio; "!" marks one below its target, which is then named."""
     short = isinstance(target, str) and ratio < float(target.removesuffix("x"))
     return f"!{ratio:.2f} of {target}" if short else f"{ratio:.2f}"

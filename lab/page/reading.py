@@ -1,10 +1,10 @@
-"""What a row of results says: whose times, of which operation, over what."""
+"""Read times of a result row: this package's own, and other programs' by name."""
 
 from __future__ import annotations
 
 from lab.page.rows import Row
 
-# Times of other programs in a row, by key.
+# Names of other programs by the key that holds their time in a row.
 PEERS = {
     "peer_us": "FlashMLA",
     "flash_mla_us": "FlashMLA",
@@ -22,21 +22,21 @@ _OURS = ("us", "microseconds", "gluon_sm90_us", "gluon_sm90_w4a8_us", "triton_us
 
 
 def own_us(row: Row) -> float | None:
-    """Microseconds of this package in a row, the best of its backends."""
+    """Return this package's microseconds in a row, its fastest backend's; None without any."""
     times = [float(row[key]) for key in _OURS if isinstance(row.get(key), int | float)]
     return min(times) if times else None
 
 
 def peer_us(row: Row) -> dict[str, float]:
-    """Microseconds of other programs in a row, by name."""
+    """Return the microseconds of other programs in a row, by the program's name."""
     return {name: float(row[key]) for key, name in PEERS.items() if is_number(row.get(key))}
 
 
 def microseconds(us: float) -> str:
-    """A time with the digits that a measurement has."""
+    """Write a time in microseconds: four digits, or all digits of the integer from 1,000 on."""
     return f"{us:,.0f}" if us >= 1000 else f"{us:.4g}"
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a row is a number."""
+    """True for an integer or a float; False for a bool and for anything else."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""A table of text, and the same as Markdown."""
+"""Tables of text, and their form in Markdown."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Cells = list[str]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text.
+    """A table of text with its source.
 
     Attributes:
         head: names of the columns.
-        body: rows; a cell that begins with "!" is something that fell short.
-        source: device, date, versions, commit and command.
-        note: remark that the reader of the numbers needs.
+        body: rows of cells; "!" begins a cell that Markdown shows in bold.
+        source: device, date, versions, commit and command of the rows.
+        note: remark that readers of the numbers need; "" for none.
     """
 
     head: Cells
@@ -25,7 +25,12 @@ class Table:
 
 
 def markdown(table: Table, *, numbers: bool = False) -> list[str]:
-    """A table as Markdown; what fell short is bold, columns of numbers are set to the right."""
+    """Write a table in Markdown; cells after "!" are bold.
+
+    Args:
+        table: table whose head and body are written.
+        numbers: True to align all columns to the right.
+    """
     rule = "|--:" if numbers else "|---"
     lines = ["| " + " | ".join(table.head) + " |", rule * len(table.head) + "|"]
     for cells in table.body:

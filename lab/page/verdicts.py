@@ -1,4 +1,4 @@
-"""What the conformance cases said: who keeps what."""
+"""Table of recorded conformance verdicts by case and subject, and the failures' details."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from lab.page.table import Table
 
 
 def _judged(row: Row) -> str:
-    """What was judged, and where."""
+    """Return the judged subject and its device: "CPU" or the GPU's name."""
     return f"{row['subject']} ({device_of(row) if is_gpu(row) else 'CPU'})"
 
 
 def _verdicts(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """Rows by what was judged and by case."""
+    """Return conformance rows by judged subject and case id."""
     judged = [row for row in rows if row.get("part") == "conformance"]
     return {(_judged(row), str(row["case_id"])): row for row in judged}
 
 
 def conformance(rows: Sequence[Row]) -> Table:
-    """Cases down, what was judged across."""
+    """Tabulate the verdicts: cases down, judged subjects across."""
     newest = _verdicts(rows)
     subjects = sorted({subject for subject, _ in newest}, key=lambda name: (_order(name), name))
     stories: dict[str, str] = {}
     words: dict[str, dict[str, str]] = defaultdict(dict)
     marks = {"passed": "ok", "failed": "!fails", "not applicable": "-"}
-    # A case tells what it told in its newest row.
+    # A case's words are those of its newest row.
     for (subject, case_id), row in sorted(newest.items(), key=lambda item: str(item[1]["date"])):
         stories[case_id] = str(row["story"])
         words[case_id][subject] = marks.get(str(row["status"]), "?")
@@ -43,13 +43,13 @@ def conformance(rows: Sequence[Row]) -> Table:
 
 
 def _order(subject: str) -> int:
-    """This package's backends before other libraries."""
+    """Return 0 for this package's backends and 1 for other libraries, for sorting."""
     own = ("best", "torch", "triton", "gluon_sm90", "vendor", "reference", "anymla.compat")
     return 0 if subject.split(" ")[0].rstrip(",") in own else 1
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """What each failing case said."""
+    """Return a Markdown line for each failed case, with at most 300 letters of its detail."""
     return [
         f"- {subject}, {case_id}: {str(row['detail'])[:300]}"
         for (subject, case_id), row in _verdicts(rows).items()

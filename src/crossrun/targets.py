@@ -1,4 +1,4 @@
-"""Compile Triton's kernels for a GPU that this machine does not have."""
+"""Compile Triton's kernels for GPUs that this machine lacks."""
 
 from __future__ import annotations
 

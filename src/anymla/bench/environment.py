@@ -1,4 +1,4 @@
-"""What a measurement was made on and with, without anything that names the machine's user."""
+"""Device and versions of a measurement, without anything that names the machine's user."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _MOST_COPIES = 64
 
 
 def copies_for(bytes_moved: int) -> int:
-    """How many sets of inputs defeat the cache."""
+    """Return the number of input sets, 2 to 64, that keeps every call out of the cache."""
     return max(2, min(_MOST_COPIES, -(-_COLD_BYTES // max(bytes_moved, 1))))
 
 
@@ -132,7 +132,7 @@ def matmul_rate(device: str = "cuda") -> float:
 
 
 def kernel_times(call: Callable[[], object], device: str = "cuda") -> list[tuple[str, float]]:
-    """Names and microseconds of the kernels of one call."""
+    """Profile a call and return the name and microseconds of each kernel that it launches."""
     module, kind = getattr(torch, device), device.upper()
     call()
     module.synchronize()

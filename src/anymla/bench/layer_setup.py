@@ -32,16 +32,16 @@ _MOST_PAGES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class LayerCase:
-    """What is measured.
+    """Sizes of a measured decode layer.
 
     Attributes:
         model: "flash" or "pro".
-        ratio: of the layer.
-        batch: decoding requests.
+        ratio: compression ratio of the layer; 0 for a window alone.
+        batch: number of decoding requests.
         context: tokens of each.
         experts: routed experts that the layer has.
         queries: tokens of each that are run.
-        reads: how those of a request read the rows that they share.
+        reads: way in which a request's queries read the rows that they share.
     """
 
     model: str
@@ -72,11 +72,11 @@ class LayerSetup:
 
         Args:
             model: "flash" or "pro".
-            ratio: of the layer.
-            device: where.
-            experts: routed experts.
+            ratio: compression ratio of the layer; 0 for a window alone.
+            device: device that holds the weights.
+            experts: number of routed experts.
             copies: layers of the same sizes, so that one finds nothing of itself in the caches.
-            backend: of every operation.
+            backend: name of every operation's backend; None for the best.
             changes: other fields of the configuration, to make it small.
             ranks: the processes that share the layer.
         """

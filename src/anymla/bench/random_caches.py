@@ -23,7 +23,7 @@ def fill_randomly(store: CacheStore, seed: int | None = None) -> None:
     """Write every row of every cache; caches on the meta device hold none.
 
     Args:
-        store: the caches.
+        store: caches whose rows are overwritten.
         seed: page p of a layer's cache has the same rows then, however many pages there are; None:
             from torch's generator.
     """

@@ -29,8 +29,8 @@ class RandomWeights:
         """Make nothing yet.
 
         Args:
-            config: the model.
-            device: where weights are made.
+            config: configuration of the model.
+            device: device on which weights are made.
             seed: values follow from it and the weight's name, whoever makes which; None: from
                 torch's generator, in the order in which they are asked for.
         """

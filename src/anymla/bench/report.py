@@ -17,11 +17,11 @@ class Result:
     """One measurement.
 
     Attributes:
-        part: which of the suite's parts.
-        case: what was measured.
+        part: name of the suite's part.
+        case: name of the measured case.
         values: numbers and words by name; units are in the names.
-        target: what was asked of it, in words, or None.
-        met: whether it was met; None without a target.
+        target: target in words, or None without one.
+        met: True if the target was met; None without a target.
     """
 
     part: str

@@ -38,11 +38,11 @@ class Clock(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are drawn."""
+        """Device on which inputs are drawn."""
         ...
 
     def time_us(self, calls: Sequence[Call], repetitions: int = 20) -> float:
-        """Median microseconds of one call."""
+        """Return the median microseconds of a call; successive calls take the next of ``calls``."""
         ...
 
     def copy_bandwidth(self) -> float:
@@ -62,7 +62,7 @@ class Clock(Protocol):
         ...
 
     def kernel_times(self, call: Call) -> list[tuple[str, float]]:
-        """Names and microseconds of the kernels of one call."""
+        """Profile a call and return the name and microseconds of each launched kernel."""
         ...
 
     def release(self) -> None:
@@ -72,10 +72,10 @@ class Clock(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is timed on a case's inputs.
+    """Calls that are timed on a case's inputs, and the fields that follow from their time.
 
     Attributes:
-        field: of its median microseconds in the row.
+        field: name of the row's field for the median microseconds.
         calls: the same call on different inputs, as many as defeat the caches; none where only
             ``before`` counts.
         repetitions: replays that are timed.
@@ -106,12 +106,12 @@ class Case:
     """One row to be.
 
     Attributes:
-        part: of the benchmark.
+        part: name of the benchmark's part.
         label: for people; the row's ``case``.
         subjects: draws the inputs on a clock's device; later subjects when the earlier are timed.
-        fields: of the row, known beforehand.
+        fields: fields of the row that are known beforehand.
         judge: makes the row and the verdict of all values.
-        seed: of the inputs.
+        seed: seed of the inputs.
     """
 
     part: str
@@ -129,7 +129,7 @@ def run(
 
     Args:
         cases: drawn one after the other, so that only one's inputs are held.
-        clock: what times, and where.
+        clock: clock that times the calls, with the device of the inputs.
         failures_are_rows: a case that raises gives a row that says so; else the run ends.
     """
     for case in cases:
@@ -194,7 +194,7 @@ def beside(
         ours: field of our microseconds.
         theirs: field of the peer's.
         least: ratio that is asked for.
-        words: for people.
+        words: target in words, for people.
     """
 
     def judge(values: Values) -> tuple[Values, Verdict]:

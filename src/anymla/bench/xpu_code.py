@@ -1,4 +1,4 @@
-"""Where Intel's offline compiler is, which makes machine code without a device."""
+"""Find Intel's offline compiler, which makes machine code without a device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 
 
 def missing() -> str:
-    """Why nothing can be built for Intel's GPUs here; "" if it can."""
+    """Return the reason why nothing can be built for Intel's GPUs here; "" if it can."""
     return "" if ocloc() else "Intel's offline compiler is neither on PATH nor in ANYMLA_OCLOC"
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: where their rows go, and what they were measured on."""
+"""Shared parts of the benchmark commands: choice of cases, facts of the machine, stored rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def require_cases(filters: str, cases: Iterable[_Case], without: Sequence[object
 
     Args:
         filters: options as the user wrote them.
-        cases: what they select.
+        cases: cases that the filters select.
         without: values to name, of which the filters would have selected something.
     """
     selected = list(cases)
@@ -84,7 +84,7 @@ def command_line() -> str:
 
 
 def gpu_facts(peers: Iterable[Versioned] = ()) -> dict[str, Any]:
-    """Of this machine, its GPU and the peers, for every row of a command."""
+    """Return facts of this machine, its GPU and the peers, for every row of a command."""
     from anymla.bench.gpu import device_facts
     from anymla.bench.runner import facts
 
@@ -104,11 +104,11 @@ def measure(
     """Run cases on the GPU, or where there is none on the CPU, and tell their rows.
 
     Args:
-        cases: what to measure.
+        cases: cases to measure, in this order.
         json_file: to append rows to, or None.
         peers: whose versions rows say.
         hidden: values that only rows have.
-        ceilings: of the device, in front: "copy", "product".
+        ceilings: ceilings of the device to measure first: "copy", "product".
         facts: more of every row.
         failures_are_rows: a case that raises is one, and does not end the command.
     """
@@ -136,9 +136,9 @@ def tell(
     Args:
         results: measured while they are taken from it.
         json_file: to append rows to, or None.
-        facts: of every row.
+        facts: fields that every row has.
         hidden: values that only rows have.
-        nothing: what is wrong where there are no results.
+        nothing: message of the error if there are no results.
 
     Raises:
         BadInput: there are no results.

@@ -23,7 +23,7 @@ class Dump:
 
     Attributes:
         path: path of the file.
-        cache: [P, B, row_elements] cache.
+        cache: [P, B, row_elements], pages in ``layout``.
         layout: layout of the cache.
         meta: JSON values stored with it.
     """

@@ -104,7 +104,7 @@ def ask_vllm_for_passkeys(
     A checkpoint of sizes that vLLM does not support is padded to sizes that it does.
 
     Raises:
-        BadInput: as above, or vLLM is not installed.
+        BadInput: if the input cannot be used, or vLLM is not installed.
         click.ClickException: vLLM failed, or a passkey was not found.
     """
     version = installed_version()

@@ -1,4 +1,4 @@
-"""What the machine is: device, driver, versions, memory on chip, and which instructions it has."""
+"""Describe the machine: device, driver, versions, memory on chip and instruction sets."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _xpu(device: torch.device) -> dict[str, Any]:
 
 
 def _intel_without_a_card() -> str | None:
-    """What can be done here for Intel's GPUs, where Triton's compiler for them is installed."""
+    """Say what can be done here for Intel's GPUs; None if Triton's compiler for them is missing."""
     if backend_problem("xpu"):
         return None
     names = ", ".join(name for name, target in TARGETS.items() if target.backend == "xpu")

@@ -76,7 +76,7 @@ class StoredKeys:
 
         Args:
             values: uint8 [P, B, bytes], P pages of B entries.
-            scales: uint8 [P, B, 4] scale bytes.
+            scales: uint8 [P, B, 4], scale bytes of each entry.
             form: number format of the keys: "fp8", "mxfp8" or "mxfp4".
         """
         self._values, self._scales, self._form = values, scales, form
@@ -140,7 +140,7 @@ def decoded_pages(name: str, cache: Tensor, block_table: Tensor) -> tuple[Tensor
 
     Args:
         name: name of the called function, for messages.
-        cache: uint8 [P, B, 1, D + 4] pages.
+        cache: uint8 [P, B, 1, D + 4], pages of codes with their scales.
         block_table: int32 [R, C] page numbers; numbers of no page become -1.
     """
     stored = StoredKeys.of_cache(name, cache, "mxfp8")

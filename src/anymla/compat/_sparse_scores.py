@@ -179,8 +179,8 @@ def fp8_fp4_paged_sparse_mqa_logits(
     visible.
 
     Args:
-        q: as for that function, with a dimension of 1 after the first: [T, 1, H, _], scales [T, 1,
-            H].
+        q: queries with a dimension of 1 after the first, else as that function takes them: [T, 1,
+            H, _], scales [T, 1, H].
         kv_cache: [P, page_kv, 1, D + 4] uint8, a page's codes and then its scales; or [P, page_kv,
             1, D / 2 + 4], packed. Any page stride.
         weights: head weights [T, H], bfloat16 or float32.

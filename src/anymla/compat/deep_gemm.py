@@ -126,7 +126,7 @@ def get_mqa_logits_metadata(
         num_heads: number of heads of the queries.
 
     Returns:
-        int32 [1], always zero.
+        A tensor of one zero, int32 [1].
     """
     return torch.zeros(1, dtype=torch.int32, device=cu_seq_len_k_start.device)
 
@@ -143,7 +143,7 @@ def get_paged_mqa_logits_metadata(
         indices: int32 [B], rows that belong together.
 
     Returns:
-        [num_sms + 1, 2] int32 zeros.
+        A tensor of zeros, int32 [num_sms + 1, 2].
     """
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
 
@@ -160,7 +160,7 @@ def fp8_mqa_logits(
     """Compute scores against one dense list of FP8 keys, in DeepGEMM 2.5's signature.
 
     Args:
-        q: queries [M, H, D] in float8_e4m3fn.
+        q: queries of all heads, float8_e4m3fn [M, H, D].
         kv: keys [N, D] in float8_e4m3fn, and their scales [N] in float32.
         weights: head weights [M, H] in float32.
         cu_seq_len_k_start: int32 [M], first visible key of each row.

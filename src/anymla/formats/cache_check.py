@@ -51,7 +51,7 @@ def check_cache_bytes(cache: Tensor, layout: PageLayout, rows: int) -> list[Prob
     """Check every byte of a cache.
 
     Args:
-        cache: [P, B, row_elements] in ``layout``.
+        cache: [P, B, row_elements], pages in ``layout``.
         layout: layout of the cache.
         rows: number of final slots; later slots are undefined.
 

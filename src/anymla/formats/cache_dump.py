@@ -31,7 +31,7 @@ def save_cache(
 
     Args:
         path: file to write.
-        cache: [P, B, row_elements] in ``layout_id``.
+        cache: [P, B, row_elements], pages in ``layout_id``.
         layout_id: id of the layout, stored in the header and compared when read.
         meta: JSON values that are stored with the cache.
 

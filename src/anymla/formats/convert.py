@@ -15,10 +15,10 @@ _ROWS = 4096  # at a time
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What a conversion changed.
+    """Count and size of the differences that a conversion made.
 
     Attributes:
-        values: how many there are.
+        values: number of converted values.
         changed: values that read back differently (NaN as NaN is no change).
         largest: largest finite difference.
     """
@@ -35,7 +35,7 @@ def convert_cache(cache: Tensor, source_id: str, target_id: str, rows: int) -> t
     another quantiser's bytes, once decoded, would not all be coded alike.
 
     Args:
-        cache: [P, B, row_elements] in ``source_id``.
+        cache: [P, B, row_elements], pages in ``source_id``.
         source_id: layout of the cache.
         target_id: layout of the result, of as many channels.
         rows: slots to convert; the others are zero bytes in the result.

@@ -58,8 +58,8 @@ def dequantize_fp8_weight(
     """Decode a block-scaled weight.
 
     Args:
-        codes: e4m3 codes uint8 [N, K].
-        scales: [ceil(N/block), ceil(K/block)], uint8 (ue8m0) or float32.
+        codes: uint8 [N, K], e4m3 codes of the weight.
+        scales: [ceil(N/block), ceil(K/block)], scales of the blocks in uint8 (ue8m0) or float32.
         dtype: dtype of the result. Power-of-two scales decode exactly in bfloat16 and wider.
         block: rows and columns that share a scale.
 

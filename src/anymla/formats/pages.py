@@ -142,7 +142,7 @@ class PageLayout(ABC):
         """Encode rows and store them; slots outside the cache are skipped.
 
         Args:
-            cache: [P, B, row_elements] cache, written.
+            cache: [P, B, row_elements], pages that are written.
             slots: int64 [n], ``page * B + offset``; each valid slot at most once.
             rows: floating point rows [n, channels].
         """
@@ -160,12 +160,12 @@ class PageLayout(ABC):
         """Decode the rows at ``slots``; slots outside the cache give zero rows.
 
         Args:
-            cache: [P, B, row_elements] cache.
+            cache: [P, B, row_elements], pages that are read.
             slots: integer [n], ``page * B + offset``.
             dtype: dtype of the result.
 
         Returns:
-            [n, channels] decoded rows.
+            Decoded rows [n, channels] in ``dtype``.
         """
         entries = cache.shape[1]
         valid = (slots >= 0) & (slots < cache.shape[0] * entries)

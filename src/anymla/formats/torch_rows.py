@@ -161,12 +161,13 @@ def scale_bits(blocks: Tensor, code_max: float, floor: float) -> Tensor:
     full mantissa leaves a power of two in its binade and carries any other number into the next.
 
     Args:
-        blocks: float32 [..., n] values.
+        blocks: float32 [..., n], n values of each block.
         code_max: largest magnitude of a code.
         floor: lower bound of amax.
 
-    int32 [...] bits; those of infinity for a block with a NaN or an infinity.
-        int32 [...]; those of infinity for a block with a NaN or an infinity.
+    Returns:
+        Bits of each block's scale, int32 [...]; those of infinity for a block with a NaN or an
+            infinity.
     """
     bits = blocks.abs().amax(-1).clamp_(min=floor).mul_(1.0 / code_max).view(torch.int32)
     # The bits of a NaN are larger than those of infinity, and would overflow.

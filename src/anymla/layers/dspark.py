@@ -180,7 +180,7 @@ class BlockDrafter(nn.Module):
         """Write the context rows of all stages, at positions whose tokens are final.
 
         Args:
-            taps: backbone taps [T, taps, hidden].
+            taps: [T, taps, hidden], outputs of the backbone's tapped layers.
             step: step of those tokens at their positions; padding writes nothing.
             caches: one for each stage; ``window`` is written.
         """

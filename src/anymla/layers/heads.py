@@ -26,14 +26,14 @@ from anymla.ops.streams import scratch_scope
 
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
-    """What a step's tokens attend to in one layer.
+    """Caches, listed rows and plans of a step's attention in one layer.
 
     Attributes:
         cache: the layer's caches.
         window: rows of the window.
         entries: rows of compressed entries, or None.
-        plans: of the step.
-        kind: what the lists have in common with those of other layers.
+        plans: plans of the step's attention by slots.
+        kind: name of the plan that layers with the same lists share; None for the window alone.
         chunk: the workspace of the step's prefill, or of its decodes, or None: all is attended to
             by slots.
         selected: int32 [T, K], what the indexer chose of the workspace's entries; None for all.
@@ -56,7 +56,7 @@ class AttentionInputs:
         entries: Rows | None,
         selected: Tensor | None,
     ) -> AttentionInputs:
-        """Of all tokens of a step; see the attributes."""
+        """Collect the inputs of all tokens of a step; see the attributes."""
         kind = spec.listed
         name = kind or WINDOW_GROUP
         return cls(cache, step.window, entries, step.plans, kind, step.chunks.get(name), selected)
@@ -67,7 +67,7 @@ class AttentionInputs:
         return 0 if self.chunk is None else self.chunk.first_token
 
     def by_slots(self) -> AttentionInputs:
-        """What is left to those tokens."""
+        """Return the inputs of the tokens in front of the workspace's, which attend by slots."""
         before = self.decodes
         entries = None if self.entries is None else self.entries.first(before)
         return dataclasses.replace(
@@ -77,7 +77,7 @@ class AttentionInputs:
     def prefilled(
         self, dtype: torch.dtype, backend: str | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What follows the queries among the arguments of attention to the workspace.
+        """Return the workspace's arguments to attention: rows, ranges, chosen.
 
         The rows lie in scratch memory.
         """
@@ -100,7 +100,7 @@ class Heads:
     Attributes:
         sink: float32 [H], a logit in every softmax that carries no value.
         groups: the groups in which outputs are quantised.
-        backend: of every operation.
+        backend: name of every operation's backend; None for the best.
     """
 
     def __init__(self, sink: Tensor, groups: int, backend: str | None) -> None:
@@ -111,7 +111,7 @@ class Heads:
 
     @property
     def count(self) -> int:
-        """How many heads there are."""
+        """Number of query heads."""
         return len(self.sink)
 
     def attend(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -138,7 +138,7 @@ class Heads:
     def quantised(
         self, q: Tensor, inputs: AttentionInputs, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As ``attend``, then rotated back and quantised: codes and scales by group."""
+        """Attend, rotate back and quantise; return codes and scales by group."""
         chunk = inputs.chunk
         if chunk is None:
             return self._quantised_by_slots(q, inputs, positions, cos_sin)
@@ -198,7 +198,7 @@ class Heads:
         return codes, scales
 
     def _given(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """What attention by slots is told by name."""
+        """Return the keyword arguments of attention by slots."""
         entries, formats = inputs.entries, inputs.cache.format
         return {
             "sink": self.sink,
@@ -210,7 +210,7 @@ class Heads:
         }
 
     def _plan(self, inputs: AttentionInputs) -> Tensor | None:
-        """How the kernels share out what all layers of this kind list."""
+        """Return the plan that layers of this kind share; None if a backend is named."""
         if self.backend is not None:
             return None
         return inputs.plans.of(inputs.kind, self.count, inputs.window, inputs.entries)

@@ -60,7 +60,7 @@ class Entered:
     """Input of a sub-layer, and the streams where it begins.
 
     Attributes:
-        h: [T, N, hidden], the streams.
+        h: [T, N, hidden], streams where the sub-layer begins.
         x: [T, hidden], the sub-layer's normalised input.
         quantised: x in FP8, or None.
         mix: weights that return the sub-layer's output.

@@ -177,7 +177,7 @@ class Linear(nn.Module):
         """Map [..., K] to [..., N] of the same dtype.
 
         Args:
-            x: input activations [..., K].
+            x: input activations of any leading shape, [..., K].
             quantised: the same input [T, K] in FP8, if available, for layers that read it.
         """
         packed = self.packed

@@ -56,7 +56,7 @@ class DraftLayer(nn.Module):
             cache: caches of this layer.
 
         Returns:
-            [T, N, hidden] draft streams.
+            Draft streams of the layer, [T, N, hidden].
         """
         e = self.e_proj(rms_norm(next_embedding, self.e_norm, self.eps, backend=self.backend))
         g = self.h_proj(rms_norm(h, self.h_norm, self.eps, backend=self.backend))

@@ -22,7 +22,7 @@ class OutputProjection(nn.Module):
     blocks of 128 channels, as in vLLM on CUDA devices.
 
     Attributes:
-        wo_a: grouped weight [groups * rank, heads per group * head_dim].
+        wo_a: [groups * rank, heads per group * head_dim], weight of each group's projection.
         wo_b: projection [hidden, groups * rank] of all groups.
         groups: number of groups; with several ranks, those of this rank.
         quantize_heads: see above; needs FP8 weights and groups of whole 128 x 128 blocks.

@@ -31,7 +31,7 @@ def prefill_rows(
     Args:
         step: the step; its decode requests come first and are left out.
         seq_lens: lengths of all requests including the step's tokens, on the host.
-        window_group: of the window cache.
+        window_group: metadata of the window cache in this step.
         window: tokens that a query sees, itself included.
         compressed: group of the layer's compressed cache, or None.
         ratio: tokens of an entry.

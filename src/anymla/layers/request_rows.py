@@ -27,10 +27,10 @@ def request_rows(
     """Rows that a step's queries see, whatever the device; nothing is read back from it.
 
     Args:
-        positions: int64 [T].
+        positions: int64 [T], position of each token in its request.
         token_to_req: int32 [T], -1 for padding, which sees nothing.
         stops: int32 [R], positions behind the last tokens; 0 for requests that are not there.
-        window_group: of the window cache.
+        window_group: metadata of the window cache in this step.
         window: tokens that a query sees, itself included.
         queries: at least the tokens of any request, which are consecutive.
         compressed: group of the layer's compressed cache, or None.

@@ -63,7 +63,7 @@ class PrefillRows:
     """Rows that a chunk of prefill attends to, in one workspace; ``prefill_rows`` makes them.
 
     Attributes:
-        first_token: of the step's tokens, the first that the workspace serves.
+        first_token: index of the first of the step's tokens that the workspace serves.
         window: the most rows of a token's window.
         window_slots: int32 [Nw], slots of the window cache.
         entry_slots: int32 [Ne], slots of the compressed cache, or None.
@@ -115,7 +115,7 @@ class RequestRows:
 
     Attributes:
         window: the most rows of a token's window.
-        width: W.
+        width: W, rows of the workspace for each request's window.
         held: int32 [R], rows of each request's window.
         stops: int32 [R], positions behind the last tokens.
         window_table: int32 [R, P], pages of the window cache.
@@ -123,7 +123,7 @@ class RequestRows:
         visible: int32 [R], entries that the last tokens see, or None.
         entry_table: int32 [R, P], pages of the compressed cache, or None.
         ranges: int32 [T, 4], as ``prefill_attention`` takes them.
-        first_token: of the step's tokens, the first that the workspace serves: all.
+        first_token: index of the first of the step's tokens that the workspace serves; 0, for all.
     """
 
     window: int

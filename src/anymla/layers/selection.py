@@ -31,7 +31,7 @@ class SlotTarget:
     Attributes:
         block_table: int32 [R, P], pages of the entries.
         page_size: number of entries per page.
-        slots: int32 [T, width] slots, written.
+        slots: int32 [T, width], slots of the entries, written.
         counts: int32 [T] number of slots, written.
     """
 
@@ -98,7 +98,7 @@ def select_entries(
         num_decodes: number of leading requests that are decodes.
         max_context: upper bound of ``visible``.
         layout: layout id of ``cache``.
-        out: int32 [T or more, width], written.
+        out: int32 [T or more, width], written with the selected entries.
         target: destination of the entries' slots in another cache; None to write no slots.
         token_to_req: int32 [T], request of each token; without it, requests of unequal lengths take
             a call each.
@@ -318,7 +318,7 @@ def all_entries(visible: Tensor, width: int) -> Tensor:
         width: number of columns of the result.
 
     Returns:
-        int32 [T, width] request-local entries.
+        Request-local entries of each token, int32 [T, width].
     """
     entry = torch.arange(width, dtype=torch.int32, device=visible.device)
     return torch.where(entry < visible.unsqueeze(1), entry, -1)

@@ -20,7 +20,7 @@ class Step:
 
     Attributes:
         token_ids: int64 [T] token ids; -1 for padding.
-        positions: int64 [T], absolute, 0-based.
+        positions: int64 [T], absolute position of each token, from 0.
         token_to_req: int32 [T], request row of each token; -1 for padding.
         is_valid: bool [T], False for padding.
         seq_lens: int32 [R], lengths in tokens including this step's.

@@ -289,7 +289,7 @@ def _with_manifest(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Add the quantisation that NVIDIA's Model Optimizer describes in a file of its own.
 
     Raises:
-        ConfigError: that file holds no JSON object that describes a quantisation.
+        ConfigError: if the file holds no JSON object that describes a quantisation.
     """
     path = directory / _MANIFEST
     if values.get("quantization_config") is not None or not path.is_file():

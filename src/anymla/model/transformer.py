@@ -30,7 +30,7 @@ class Transformer(nn.Module):
         config: configuration of the checkpoint.
         layer_specs: one spec a layer, backbone first, then draft layers.
         dtype: dtype of the activations.
-        embedding: weight [vocab, hidden].
+        embedding: embedding weight of all tokens, [vocab, hidden].
         layers: decoder layers of the backbone.
         head: collapses the streams after the last layer.
         lm_head: [vocab, hidden] in float32 or the activations' dtype; with several ranks, this
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
         """Return the most probable next tokens of backbone streams, the same on all ranks.
 
         Args:
-            h: backbone streams [n, N, hidden].
+            h: streams after the backbone's last layer, [n, N, hidden].
 
         Returns:
             Tokens int64 [n], ``vocab_size`` if no finite logit is the largest, and their natural
@@ -216,7 +216,7 @@ class Transformer(nn.Module):
             caches: one for each stage.
 
         Returns:
-            [T, hidden] collapsed streams.
+            Streams collapsed to one row per token, [T, hidden].
         """
         assert self.dspark is not None
         out: Tensor = self.dspark(self.embed(step.token_ids), step, caches)
@@ -230,7 +230,7 @@ class Transformer(nn.Module):
 
         Args:
             h: [R, n, hidden], first rows of each block's result of ``block_forward``.
-            anchors: int64 [R] token ids.
+            anchors: int64 [R], token id of each block's anchor.
             choose: function from logits [R, vocab] of guess i, and i, to ids int64 [R]; see
                 ``MarkovHead.guess``.
         """

@@ -23,7 +23,7 @@ class HeldRows:
 
     Attributes:
         first: number of the first row: a position for windows and states, else a compressed entry.
-        rows: decoded values [n, channels].
+        rows: decoded values of each row, [n, channels].
     """
 
     first: int

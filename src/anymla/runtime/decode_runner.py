@@ -255,7 +255,7 @@ class DecodeRunner:
 
         Args:
             spans: token ids that follow each final token.
-            taps: backbone taps [n, taps, D].
+            taps: [n, taps, D], outputs of the backbone's tapped layers.
             rows: row of ``taps`` for each token of the spans.
             noise: sampling noise of the spans' requests; None if all are greedy.
 

@@ -26,7 +26,7 @@ class Batch:
     """Device tensors that describe a step of T token rows and R requests.
 
     Attributes:
-        token_ids: int32 [T] token ids.
+        token_ids: int32 [T], token id of each row.
         first_rows: int32 [R + 1], first row of each request, then T.
         counts: int32 [R], number of each request's leading rows that are tokens, the rest being
             padding; None if there is no padding.

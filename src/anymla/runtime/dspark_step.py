@@ -125,7 +125,7 @@ class DraftBlocks:
         """Write the context rows of final tokens.
 
         Args:
-            taps: backbone taps [T, taps, hidden].
+            taps: [T, taps, hidden], outputs of the backbone's tapped layers.
             step: step of those tokens at their positions.
         """
         self._model.write_context(taps, step, self.stages)
@@ -140,7 +140,7 @@ class DraftBlocks:
             step: step of fixed size with the same number of rows a request: its newest token, then
                 drafts.
             best: int64 [T], token chosen after each row.
-            taps: backbone taps [T, taps, hidden].
+            taps: [T, taps, hidden], outputs of the backbone's tapped layers.
 
         """
         ids, best, positions, is_valid = (

@@ -30,10 +30,10 @@ class EngineOptions:
             lately; False to verify all. In graphs, every width has its own.
         least_survival: least probability, 0 to 1, with which a guess and all before it must be
             right to be verified, for a DSpark drafter with a confidence head.
-        decode: how steps run when no request has prompt tokens left. "graph": at a few fixed sizes,
-            each recorded once as a CUDA graph and replayed; "fixed": the same steps at the same
-            sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on NVIDIA
-            devices and "plain" elsewhere.
+        decode: way to run steps when no request has prompt tokens left. "graph": at a few fixed
+            sizes, each recorded once as a CUDA graph and replayed; "fixed": the same steps at the
+            same sizes, called directly; "plain": at the size of the batch. "auto" is "graph" on
+            NVIDIA devices and "plain" elsewhere.
         run_ahead: in steps of fixed size, launch the next step before this one's tokens are on the
             host, if those tokens alone determine it: with greedy requests, and with a DSpark
             drafter or none. A request that ends by a stop token may then be computed for one step

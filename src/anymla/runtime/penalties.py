@@ -46,7 +46,7 @@ class TokenCounts:
             drafts: draft token ids after them, n - 1 at least, not final.
 
         Returns:
-            float32 [n, V] penalised logits.
+            Logits minus their penalties, float32 [n, V].
         """
         self._note(generated)
         counts = self._generated.expand(len(logits), -1)

@@ -25,7 +25,7 @@ class Request:
         request_id: name that is unique among the requests that an engine holds.
         token_ids: token ids of the prompt.
         max_new_tokens: most tokens to generate; 0 only together with ``prompt_logprobs``.
-        sampling: how the tokens are chosen.
+        sampling: rule by which tokens are chosen from logits.
         stop_ids: token ids, after any of which generation ends.
         prompt_logprobs: True to compute the log-probability of every prompt token as well.
     """

@@ -38,7 +38,7 @@ def next_token_logprobs(
 
     Args:
         logits_of: function from streams [n, N, D] to logits [n, V].
-        hidden: streams [T, N, D].
+        hidden: streams after the last layer, [T, N, D].
         targets: T token ids, the successor of each row.
         vocab_size: V, the size of the vocabulary.
     """

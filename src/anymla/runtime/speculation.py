@@ -33,8 +33,8 @@ class Guess:
     """Output of the MTP layer at the last token of each of some spans.
 
     Attributes:
-        streams: output streams [n, N, D].
-        logits: float32 [n, V] logits.
+        streams: output streams of the layer, [n, N, D].
+        logits: float32 [n, V], logits of the next token.
     """
 
     streams: Tensor

@@ -26,7 +26,7 @@ class Case:
     """One call to time.
 
     Attributes:
-        label: "operation, sizes".
+        label: text "operation, sizes" for people.
         setup: makes fresh inputs on torch's default device and returns the call; made several
             times, so that successive calls do not find their inputs in the cache.
         bytes_moved: bytes that the call must read and write.

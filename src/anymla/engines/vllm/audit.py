@@ -53,17 +53,17 @@ class _Sample:
     """The tokens of a step that are looked at.
 
     Attributes:
-        positions: of all tokens, padding left out.
+        positions: position of every token in its request, padding left out.
         owners: index of the request of each token.
-        names: of the requests.
+        names: names of the requests.
         layers: those that are looked at, by their prefix.
         chosen: indices of tokens that are looked at by every method but the compressors.
         rows: the same, on the device.
         at: their positions, on the device.
         of: their requests, on the device.
-        packet: what leaves the device.
-        recorded: of each layer's section, what is recorded in this step.
-        taken: what was gathered from caches, by method and module.
+        packet: tensors that leave the device together.
+        recorded: tensors recorded in this step, by layer and then by name.
+        taken: rows gathered from caches, by method and module.
     """
 
     positions: np.ndarray
@@ -84,7 +84,7 @@ class _Sample:
         return self.names[owner] if owner < len(self.names) else f"row {owner}"
 
     def position(self, token: int) -> int:
-        """Of a token in its request."""
+        """Return the position of a token in its request."""
         return int(self.positions[token])
 
     def owner(self, token: int) -> int:
@@ -100,7 +100,7 @@ class _Kept:
         requests: whose row each is.
         entries: its number in the request's compressed cache.
         since: the step in which it was seen.
-        slots: where it lay, on the device.
+        slots: slot of each row in the cache, on the device.
         rows: its bytes, values before scales, on the device.
     """
 
@@ -128,8 +128,9 @@ class Hooks:
     """Puts itself around the methods of one model.
 
     Attributes:
-        auditor: who gets the cases.
-        request_ids: of the batch that runs, in its order, where the runner does not choose.
+        auditor: auditor that gets the cases.
+        request_ids: ids of the running batch's requests in its order, where the runner does not
+            choose.
     """
 
     def __init__(self, model: nn.Module, auditor: Auditor) -> None:
@@ -203,7 +204,7 @@ class Hooks:
 
     @property
     def _looks(self) -> bool:
-        """Whether what runs now is recorded, at once or in a graph's replays."""
+        """True if this forward pass is recorded, at once or in a graph's replays."""
         if self._sample is not None:
             return True
         return self._maybe_recorder is not None and self._maybe_recorder.captured
@@ -226,8 +227,9 @@ class Hooks:
         """Choose from a batch of vLLM's second runner, for the most part without the device.
 
         Args:
-            batch: ``InputBatch``.
-            exact: whether the runner knows on the CPU how far requests are: not while it drafts.
+            batch: vLLM's ``InputBatch`` of the step.
+            exact: True if the runner knows on the CPU how far requests are, which it does not while
+                it drafts.
         """
         self._runner_chooses = True
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]
@@ -441,7 +443,7 @@ class Hooks:
         sample.packet.plan(method, layer, names, places, tensors, **numbers)
 
     def _recorded(self, layer: str, *names: str) -> list[Held] | None:
-        """What was recorded under these names, one row a chosen token; None if one never was."""
+        """Return recorded tensors by name, a row for each chosen token; None if any is missing."""
         sample = self._sample
         assert sample is not None
         of, count = sample.recorded[layer], len(sample.chosen)
@@ -650,7 +652,7 @@ class Hooks:
         self._take_now("attention", layer)
 
     def _take_attention(self, layer: Any, metadata: dict[str, Any]) -> list[_Taken]:
-        """Of each chosen token, the rows in both caches that it attends to."""
+        """Gather the rows in both caches that each chosen token attends to."""
         sample = self._sample
         assert sample is not None
         window, cache = metadata[layer.swa_cache_layer.prefix], layer.swa_cache_layer.kv_cache
@@ -862,7 +864,7 @@ class Hooks:
         self._take_now("selection", owner)
 
     def _take_selection(self, layer: Any, metadata: dict[str, Any]) -> list[_Taken]:
-        """Of each chosen token, all index keys that it can see."""
+        """Gather all index keys that each chosen token can see."""
         sample, cache = self._sample, layer.indexer.k_cache.kv_cache
         assert sample is not None
         counts = [(sample.position(t) + 1) // layer.compress_ratio for t in sample.chosen]
@@ -1293,7 +1295,7 @@ def _on(device: torch.device, values: Sequence[int] | Sequence[Sequence[int]]) -
 
 
 def _compressors(layer: Any) -> list[Any]:
-    """Of an attention layer: the main cache's, then the index's, if there are."""
+    """List an attention layer's compressors: the main cache's, then the index's."""
     found = layer.compressor, layer.indexer and layer.indexer.compressor
     return [each for each in found if each is not None]
 
@@ -1307,7 +1309,7 @@ def _row_bytes(layer: Any) -> int:
 
 
 def _is_plain_router(mixture: Any) -> bool:
-    """Whether experts are chosen as ``checks`` knows it."""
+    """True if ``checks`` knows the mixture's way to choose experts."""
     gate, config = mixture.gate, getattr(mixture.experts, "moe_config", None)
     parallel = getattr(config, "moe_parallel_config", None)
     return (
@@ -1338,7 +1340,7 @@ def _group_weight(layer: Any, group: int, outputs: slice) -> dict[str, Tensor] |
 
 
 def _is_readable(module: Any, inputs: int) -> bool:
-    """Whether a linear layer's weight lies as a checkpoint has it, not as some kernel wants it."""
+    """True if a linear layer's weight lies as in a checkpoint, not as some kernel wants it."""
     weight, scale = getattr(module, "weight", None), getattr(module, "weight_scale_inv", None)
     if weight is None or weight.ndim != 2 or weight.shape[1] != inputs:
         return False

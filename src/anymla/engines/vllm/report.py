@@ -340,7 +340,7 @@ def plugin_view() -> list[dict[str, str]]:
         version or "not installed") and "why".
 
     Raises:
-        ValueError: see ``mode``.
+        ValueError: if the environment variable ANYMLA_VLLM holds an unknown value.
     """
     chosen, version = mode(), installed_version()
     if version is None:

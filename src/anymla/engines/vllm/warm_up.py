@@ -227,7 +227,7 @@ class _Step:
 
     Attributes:
         metadata: metadata by the name of a cache.
-        positions: int64 [T] of zeros.
+        positions: int64 [T], position 0 for every token.
     """
 
     def __init__(self, layers: list[Any], tokens: int, context: int) -> None:

@@ -1,4 +1,4 @@
-"""Which backends operations take while cases run, and why not those that rank before."""
+"""Record the backend of each operation that cases call, and why those that rank before refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Calls:
 
     Attributes:
         family: the operation's package.
-        operation: its name.
+        operation: name of the operation.
         backend: the backend's name.
         why_not: reasons against the backends that rank before, by name, at the first call.
         cases: ids of the cases that made the calls.
@@ -39,7 +39,7 @@ class Watch:
     """A record of all calls of operations, by (operation, backend), in the order of the first ones.
 
     Attributes:
-        calls: the record.
+        calls: record by (operation, backend) of the calls so far.
         case_id: id of the case that runs; whoever runs cases sets it.
     """
 

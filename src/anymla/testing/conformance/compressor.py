@@ -29,9 +29,9 @@ class Compressor:
 
     Attributes:
         kv: float32 [T, W], values of the tokens.
-        gate: float32 [T, W], pooling logits.
+        gate: float32 [T, W], pooling logits of the tokens.
         ape: float32 [ratio, W], bias of the gate.
-        norm: float32 [D], RMSNorm weight.
+        norm: float32 [D], weight of the RMSNorm.
     """
 
     kv: Tensor

@@ -21,7 +21,7 @@ class Attention:
     """Expected softmax attention of some queries.
 
     Attributes:
-        out: float64 [T, H, D], output.
+        out: float64 [T, H, D], output of each head.
         lse: float64 [T, H], natural logarithm, without the sink.
         weight: float64 [T, H, D], sum of p |v|, the scale of rounding errors.
     """
@@ -139,7 +139,7 @@ class EngramGate:
     sign, so its change is computed from its values at both ends.
 
     Attributes:
-        out: float64 [T, N, D], streams.
+        out: float64 [T, N, D], streams with the gated n-grams added.
         error: float64 [T, N, D], error before the result is rounded.
     """
 

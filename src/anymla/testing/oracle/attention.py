@@ -198,7 +198,7 @@ class AttentionOracle:
         """Attend every token to its window and its entries, and to the sink: [T, H, D].
 
         Args:
-            q: head queries [T, H, D].
+            q: [T, H, D], queries of all heads.
             rows: cache rows as they are read.
             chosen: selected entries [T, K], -1 for none, or None for all visible ones.
         """
@@ -250,9 +250,9 @@ def compress(
 
     Args:
         kv: values [T, W], W = D, or 2 D if entries overlap.
-        gate: pooling logits [T, W].
+        gate: pooling logits of the tokens, [T, W].
         ape: bias [r, W] of the gate by position within the window.
-        norm: RMSNorm weight [D].
+        norm: weight of the RMSNorm, [D].
         inv_freq: frequencies of the rotation at each window's first position.
         eps: epsilon of the norm.
     """

@@ -78,7 +78,7 @@ class DSparkOracle:
         """Return each stage's rows [T, 512] of positions 0 .. T-1, as read back from a cache.
 
         Args:
-            taps: backbone taps [T, taps, D].
+            taps: [T, taps, D], outputs of the backbone's tapped layers.
             kv: rounding of cache rows, as in ``OracleModel.run``.
         """
         x = self.weights.apply(taps.flatten(1), "mtp.0.main_proj")

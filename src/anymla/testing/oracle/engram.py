@@ -79,8 +79,8 @@ def add_engram(
     small dot it is less accurate than its inputs; the second result says by how much.
 
     Args:
-        h: streams [T, N, D].
-        rows: int64 row numbers [T, columns].
+        h: [T, N, D], streams before the memory is added.
+        rows: int64 [T, columns], row numbers in the layer's table.
         weights: weights of the checkpoint.
         prefix: name prefix of the layer's memory.
         eps: epsilon of the norms.

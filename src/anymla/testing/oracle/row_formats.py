@@ -77,8 +77,8 @@ class RowFormat:
         Args:
             data: uint8 [n, data_bytes], bytes of the values.
             scales: uint8 [n, scale_bytes], bytes of the scales.
-            low: float64 [n, channels], lower bounds.
-            high: float64 [n, channels], upper bounds.
+            low: float64 [n, channels], lower bounds of the rows.
+            high: float64 [n, channels], upper bounds of the rows.
 
         Returns:
             bool [n, channels], True for possible roundings.
