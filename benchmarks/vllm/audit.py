@@ -309,22 +309,24 @@ def captured_faults(served: Served) -> Iterator[dict[str, Any]]:
 
 def rare_fault(served: Served, seconds: float) -> Iterator[dict[str, Any]]:
     """One slot in a million, in the lists of the window, is another one."""
-    auditor = served.auditor
+    from anymla.engines.vllm.audit.sample import Sample
+
+    auditor, plan = served.auditor, Sample.plan
     served.use("with")
     served.forget()
     served.every(1)
-    plan = served.hooks._plan
 
-    def only_slots(method: str, *args: Any, **kwargs: Any) -> None:
+    def only_slots(sample: Sample, method: str, *args: Any, **kwargs: Any) -> None:
         if method == "slots":  # so that many steps fit
-            plan(method, *args, **kwargs)
+            plan(sample, method, *args, **kwargs)
 
-    served.hooks._plan = only_slots
+    Sample.plan = only_slots  # type: ignore[method-assign, assignment]
     FAULT[0] = "one slot in a million"
     start, before = time.perf_counter(), auditor.audited
     while time.perf_counter() - start < seconds and not auditor.alarms:
         served.seconds(8, 1024, 200, seed=len(SEEN))
-    FAULT[0], served.hooks._plan = "", plan
+    FAULT[0] = ""
+    Sample.plan = plan  # type: ignore[method-assign]
     auditor.drain()
     row = {"part": "a seeded fault", "case": "one slot in a million", **_told(auditor)}
     seen = {"misplaced": len(SEEN), "audited_steps": auditor.audited - before}

@@ -106,7 +106,7 @@ def audited(run: Run) -> list[dict[str, Any]]:
     """Every method of every layer at every step: cases, alarms, worst and mean error."""
     os.environ["ANYMLA_AUDIT"] = "every=1,requests=16,layers=8"
     from anymla.audit.auditor import Auditor
-    from anymla.engines.vllm import audit
+    from anymla.engines.vllm.audit import runners
 
     seen: dict[str, list[Finding]] = collections.defaultdict(list)
 
@@ -116,8 +116,8 @@ def audited(run: Run) -> list[dict[str, Any]]:
                 seen[packed.planned[index].method].append(answer)
             super()._note(packed, index, answer)
 
-    audit.Auditor = Keeping  # type: ignore[misc]
-    auditor = audit.start(run.model).auditor
+    runners.Auditor = Keeping  # type: ignore[misc]
+    auditor = runners.start(run.model).auditor
     run.scores()
     auditor.drain()
     return [

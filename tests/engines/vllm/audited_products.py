@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from anymla.audit.auditor import Auditor
 from anymla.audit.settings import Settings
 from anymla.engines.vllm.audit import Hooks
+from anymla.engines.vllm.audit.at_rest import RowsAtRest
+from anymla.engines.vllm.audit.streams import StreamCalls
+from anymla.engines.vllm.audit.table import METHODS
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.page_layout import MAIN_FP8, get_layout
@@ -175,7 +178,7 @@ def main(answer: Path) -> None:
         decode_swa_lens=None,
     )
     told: dict[str, Any] = {}
-    hooks._runner_chooses = True
+    hooks.runner_chooses = True
     for name in ("right", "experts exchanged", "scale byte wrong", "bias left out"):
         FAULT[0] = name
         model.model.forward(torch.randn(TOKENS, WIDTH).bfloat16(), positions)  # not audited
@@ -189,7 +192,10 @@ def main(answer: Path) -> None:
             auditor.drain()
         told[name] = {n: (tally.judged, tally.alarms) for n, tally in auditor.tallies.items()}
         auditor.tallies.clear()
-    answer.write_text(json.dumps({**told, "skipped": auditor.skipped}))
+    kinds = (*METHODS, StreamCalls, RowsAtRest)
+    judged_by = sorted({name for kind in kinds for name in kind.judged_by})
+    words = {**told, "skipped": auditor.skipped, "judged_by": judged_by}
+    answer.write_text(json.dumps(words))
 
 
 if __name__ == "__main__":

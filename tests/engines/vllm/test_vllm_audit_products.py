@@ -2,6 +2,8 @@ from pathlib import Path
 
 from servers import look_up, needs_vllm
 
+from anymla.audit import CHECKS
+
 pytestmark = needs_vllm
 
 
@@ -9,6 +11,7 @@ def test_products_are_judged_where_their_weights_can_be_read(tmp_path: Path) -> 
     """As on a GPU, by the hooks of a layer that is called as vLLM calls it."""
     answer = look_up("audited_products.py", tmp_path, "off")
     assert answer["skipped"] == 0
+    assert answer["judged_by"] == sorted(CHECKS)
     right = answer["right"]
     assert set(right) == {"linear", "experts", "router", "slots"}
     assert not any(alarms for _, alarms in right.values())
