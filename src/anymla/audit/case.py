@@ -64,6 +64,14 @@ class Case:
             found.update(flat.numpy().tobytes() if held.numel() else b"")
         return found.hexdigest()[:16]
 
+    def take(self, *names: str) -> list[Tensor]:
+        """Return tensors by name; KeyError names one that is missing."""
+        return [self.tensors[name] for name in names]
+
+    def number(self, name: str) -> float:
+        """Return a number by name; KeyError if it is missing."""
+        return float(self.numbers[name])
+
     def to(self, device: torch.device | str) -> Case:
         """Return the case with its tensors on ``device``."""
         moved = {name: each.to(device) for name, each in self.tensors.items()}

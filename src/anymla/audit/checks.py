@@ -70,6 +70,15 @@ def judge(case: Case) -> Finding:
         raise ValueError(f"a case of {case.method} lacks {error.args[0]!r}") from None
 
 
+def _right(case: Case) -> Finding:
+    return Finding(case.method, True, 0.0, 0, "")
+
+
+def _wrong(case: Case, token: int, what: str) -> Finding:
+    """Return the finding of a fault that has no distance."""
+    return Finding(case.method, False, math.inf, token, what)
+
+
 def _distance(case: Case, pairs: Mapping[str, tuple[Tensor, ...]]) -> Finding:
     """Compare (got, want, allowed) by name; the first dimension counts tokens."""
     worst, token, what, squares, count = -1.0, 0, "", 0.0, 0
@@ -116,7 +125,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 def _qkv_norm(case: Case) -> Finding:
     """RMS norms of the query's latent and of the row: two roundings to the activations' dtype."""
-    pairs, eps = {}, float(case.numbers["eps"])
+    pairs, eps = {}, case.number("eps")
     for name in ("qr", "kv"):
         given, weight, got = (case.tensors[f"{name}{end}"] for end in ("", "_weight", "_out"))
         want = _rms(given.double(), eps) * weight.double()
@@ -128,7 +137,7 @@ def _query(case: Case) -> Finding:
     """RMS norm of each head without a weight, then RoPE; the value in between may be rounded."""
     got = case.tensors["out"]
     want, size = _rope(
-        _rms(case.tensors["q"].double(), float(case.numbers["eps"])), case.tensors["cos_sin"]
+        _rms(case.tensors["q"].double(), case.number("eps")), case.tensors["cos_sin"]
     )
     return _distance(case, {"query": (got, want, 1.5 * _unit(got.dtype) * size + 1e-30)})
 
@@ -140,7 +149,7 @@ def _rows(case: Case, exact: Tensor, slack: Tensor, layout: str) -> Finding:
     exact, slack = exact.cpu(), slack.cpu()
     explained = row_format.explains(data, scales, exact - slack, exact + slack)
     if bool(explained.all()):
-        return Finding(case.method, True, 0.0, 0, "")
+        return _right(case)
     stored = row_format.decode(data, scales)
     row, channel = (int(i) for i in (~explained).nonzero()[0])
     count = int((~explained).sum())
@@ -149,7 +158,7 @@ def _rows(case: Case, exact: Tensor, slack: Tensor, layout: str) -> Finding:
         f"{float(stored[row, channel]):.6g}, computed {float(exact[row, channel]):.6g} "
         f"+- {float(slack[row, channel]):.3g}"
     )
-    return Finding(case.method, False, math.inf, row, what)
+    return _wrong(case, row, what)
 
 
 def _window_row(case: Case) -> Finding:
@@ -188,7 +197,7 @@ def _compressed_row(case: Case) -> Finding:
     share = torch.softmax(score, dim=1)
     kv = kv.masked_fill(~present.unsqueeze(-1), 0.0)
     pooled, size = (share * kv).sum(1), (share * kv.abs()).sum(1)
-    weight, eps = case.tensors["norm_weight"].double(), float(case.numbers["eps"])
+    weight, eps = case.tensors["norm_weight"].double(), case.number("eps")
     scale = torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps) * weight
     rounding = (2 * math.sqrt(kv.shape[1]) + 16) * _EPS32
     error = rounding * (size * scale.abs() + (pooled * scale).abs())
@@ -209,7 +218,7 @@ def _index_query(case: Case) -> Finding:
     """RoPE and one FP8 scale a head, which is folded into the weight."""
     q, weights = case.tensors["q"].double(), case.tensors["weights"].double()
     exact, size = _rope(q, case.tensors["cos_sin"])
-    factor = float(case.numbers["softmax_scale"]) * float(case.numbers["head_scale"])
+    factor = case.number("softmax_scale") * case.number("head_scale")
     codes, got = case.tensors["codes"], case.tensors["weights_out"].double()
     scale = got / (weights * factor)
     # A power of two; the weight's own rounding is far smaller than the step to the next power.
@@ -234,7 +243,7 @@ def _index_query(case: Case) -> Finding:
         f"{float(row_format.decode(data, planes)[row, channel]):.6g}, computed "
         f"{float(heads[row, channel]):.6g}"
     )
-    return Finding(case.method, False, math.inf, token, what)
+    return _wrong(case, token, what)
 
 
 def _selection(case: Case) -> Finding:
@@ -256,7 +265,7 @@ def _selection(case: Case) -> Finding:
     visible = torch.ones_like(scores, dtype=torch.bool)
     found.judge(scores, visible, order, k, error.view(1), "selection")
     if found.violations:
-        return Finding(case.method, False, math.inf, 0, "; ".join(found.violations))
+        return _wrong(case, 0, "; ".join(found.violations))
     return Finding(case.method, True, found.worst, 0, f"{found.swapped} of a near tie")
 
 
@@ -276,14 +285,14 @@ def _slots(case: Case) -> Finding:
     want = table[wanted // page_size] * page_size + wanted % page_size
     want, got = want.sort().values, listed.sort().values
     if want.shape == got.shape and torch.equal(want, got):
-        return Finding(case.method, True, 0.0, 0, "")
+        return _right(case)
     missing = sorted(set(want.tolist()) - set(got.tolist()))
     strange = sorted(set(got.tolist()) - set(want.tolist()))
     what = (
         f"{case.numbers['what']}: {len(got)} listed, {len(want)} wanted; "
         f"missing {missing[:4]}, strange {strange[:4]}"
     )
-    return Finding(case.method, False, math.inf, 0, what)
+    return _wrong(case, 0, what)
 
 
 def _attention(case: Case) -> Finding:
@@ -300,7 +309,7 @@ def _attention(case: Case) -> Finding:
         for data, scales in attended(case.tensors).values()
     ]
     keys = torch.cat(rows)
-    q, scale = case.tensors["q"].cpu().double(), float(case.numbers["scale"])
+    q, scale = case.tensors["q"].cpu().double(), case.number("scale")
     scores = q @ keys.T * scale
     sizes = q.abs() @ keys.abs().T * scale
     sink = case.tensors["sink"].cpu().double()[: len(q)]
@@ -372,19 +381,22 @@ def _projection(case: Case) -> Finding:
     return _distance(case, {"out": (got, want, allowed)})
 
 
+def _mixes(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Return streams, products of the normed streams with ``fn``, and roots of summed squares."""
+    h, fn = (each.double() for each in case.take("h", "fn"))
+    flat = _rms(h.flatten(1), case.number("norm_eps"))
+    return h, flat @ fn.T, (flat.square() @ fn.square().T).sqrt()
+
+
 def _hc_pre(case: Case) -> Finding:
     """Gates from the normed streams, Sinkhorn, the collapsed streams and their norm.
 
     A kernel that computes the streams as well (``fused``) may use them before their rounding.
     """
-    names = ("h", "fn", "base", "scale")
-    h, fn, base, scale = (case.tensors[name].double() for name in names)
-    n = h.shape[1]
-    eps, hc_eps = float(case.numbers["norm_eps"]), float(case.numbers["hc_eps"])
-    flat = _rms(h.flatten(1), eps)
-    mix = flat @ fn.T
+    h, mix, spread = _mixes(case)
+    base, scale = (each.double() for each in case.take("base", "scale"))
+    n, eps, hc_eps = h.shape[1], case.number("norm_eps"), case.number("hc_eps")
     # Both factors are rounded to TF32, independently; the sum is float32.
-    spread = (flat.square() @ fn.square().T).sqrt()
     unit = _unit(case.tensors["y"].dtype)
     early = unit / 2 if case.numbers.get("fused") else 0.0
     deviation = math.sqrt((2 * _TF32**2 + early**2) / 3)
@@ -434,23 +446,23 @@ def _at_rest(case: Case) -> Finding:
     nan = (after[:, :count] & 0x7F) == 0x7F
     bad = wrong.any(1) | nan.any(1)
     if not bool(bad.any()):
-        return Finding(case.method, True, 0.0, 0, "")
+        return _right(case)
     row = int(bad.nonzero()[0])
     where = f"{case.numbers['what']} entry {int(case.tensors['entries'][row])}"
     if not bool(wrong[row].any()):
-        return Finding(case.method, False, math.inf, row, f"{where}: a code is NaN")
+        return _wrong(case, row, f"{where}: a code is NaN")
     first = int(wrong[row].nonzero()[0])
     what = (
         f"{where}: {int(wrong[row].sum())} of {before.shape[1]} bytes differ from step "
         f"{int(case.tensors['since'][row])}; first [{first}]: {int(before[row, first])}, now "
         f"{int(after[row, first])}"
     )
-    return Finding(case.method, False, math.inf, row, what)
+    return _wrong(case, row, what)
 
 
 def _hc_post(case: Case) -> Finding:
     """Streams after a sublayer: float32 sums, one rounding."""
-    u, h, post, comb = (case.tensors[name].double() for name in ("u", "h", "post", "comb"))
+    u, h, post, comb = (each.double() for each in case.take("u", "h", "post", "comb"))
     post, comb = post.view(h.shape[:2]), comb.view(len(h), h.shape[1], h.shape[1])
     want = post.unsqueeze(-1) * u.unsqueeze(1) + torch.einsum("tij,tid->tjd", comb, h)
     size = (post.unsqueeze(-1) * u.unsqueeze(1)).abs() + torch.einsum(
@@ -464,11 +476,10 @@ def _hc_post(case: Case) -> Finding:
 
 def _hc_head(case: Case) -> Finding:
     """Streams collapsed after the last layer: float32 sums, one rounding."""
-    names = ("h", "fn", "base", "scale")
-    h, fn, base, scale = (case.tensors[name].double() for name in names)
-    flat = _rms(h.flatten(1), float(case.numbers["norm_eps"]))
-    error = _DEVIATIONS * _TF32 * (flat.square() @ fn.square().T).sqrt() * scale.abs()
-    pre = torch.sigmoid(flat @ fn.T * scale + base) + float(case.numbers["hc_eps"])
+    h, mix, spread = _mixes(case)
+    base, scale = (each.double() for each in case.take("base", "scale"))
+    error = _DEVIATIONS * _TF32 * spread * scale.abs()
+    pre = torch.sigmoid(mix * scale + base) + case.number("hc_eps")
     want = (pre.unsqueeze(-1) * h).sum(1)
     size = ((error + 8 * _EPS32).unsqueeze(-1) * h.abs()).sum(1)
     got = case.tensors["y"]
@@ -518,7 +529,7 @@ def _experts(case: Case) -> Finding:
     different channels are independent. Gates, and SwiGLU's result, are rounded to bf16 as well.
     """
     x, unit = case.tensors["x"].double().flatten(), _unit(case.tensors["x"].dtype) / 2
-    limit, coded = float(case.numbers["limit"]), "w13_scale" in case.tensors
+    limit, coded = case.number("limit"), "w13_scale" in case.tensors
     enters = math.sqrt((_E4M3_DEVIATION**2 if coded else 0.0) + unit**2 / 3)
     got = case.tensors["out"].flatten()
     want = torch.zeros(len(got), dtype=torch.float64)
@@ -582,11 +593,11 @@ def _router(case: Case) -> Finding:
     ids, weights = case.tensors["ids"].long(), case.tensors["weights"]
     for token, row in enumerate(ids):
         if wrong := _wrong_experts(case, token, row, low[token], high[token]):
-            return Finding(case.method, False, math.inf, token, wrong)
+            return _wrong(case, token, wrong)
     scores = torch.nn.functional.softplus(logits, threshold=40).sqrt().gather(1, ids)
     spread = (high - low).gather(1, ids)
     total = scores.sum(1, keepdim=True)
-    want = scores / total * float(case.numbers["scale"])
+    want = scores / total * case.number("scale")
     allowed = (spread / scores + spread.sum(1, keepdim=True) / total + 8 * _EPS32) * want
     return _distance(case, {"weight": (weights, want, allowed + 1e-30)})
 

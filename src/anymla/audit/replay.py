@@ -113,8 +113,8 @@ def _read(layout: str, cache: Tensor, entries: int) -> dict[str, Tensor]:
 
 
 def _qkv_norm(case: Case, backend: str) -> dict[str, Tensor]:
-    q, row, q_weight, weight = (case.tensors[n] for n in ("qr", "kv", "qr_weight", "kv_weight"))
-    eps = float(case.numbers["eps"])
+    q, row, q_weight, weight = case.take("qr", "kv", "qr_weight", "kv_weight")
+    eps = case.number("eps")
     qr, kv = fused_q_kv_rmsnorm(q, row, q_weight, weight, eps, backend=backend)
     return {"qr_out": qr, "kv_out": kv}
 
@@ -162,7 +162,7 @@ def _compressed_row(case: Case, backend: str) -> dict[str, Tensor]:
             zero.int(),
             zero + last,
             case.tensors["norm_weight"],
-            float(case.numbers["eps"]),
+            case.number("eps"),
             table,
             cache,
             zero,
@@ -181,8 +181,8 @@ def _index_query(case: Case, backend: str) -> dict[str, Tensor]:
         case.tensors["weights"],
         _places(case),
         case.tensors["cos_sin"],
-        softmax_scale=float(case.numbers["softmax_scale"]),
-        head_scale=float(case.numbers["head_scale"]),
+        softmax_scale=case.number("softmax_scale"),
+        head_scale=case.number("head_scale"),
         backend=backend,
     )
     return {"codes": codes.view(torch.uint8), "weights_out": weights}
@@ -222,7 +222,7 @@ def _attention(case: Case, backend: str) -> dict[str, Tensor]:
         cache,
         indices,
         sink=case.tensors["sink"],
-        scale=float(case.numbers["scale"]),
+        scale=case.number("scale"),
         extra_cache=extra,
         extra_indices=extra_indices,
         backend=backend,
@@ -247,7 +247,7 @@ def _linear(case: Case, backend: str) -> dict[str, Tensor]:
 
 
 def _experts(case: Case, backend: str) -> dict[str, Tensor]:
-    x, w13, w2 = (case.tensors[name] for name in ("x", "w13", "w2"))
+    x, w13, w2 = case.take("x", "w13", "w2")
     half, count = w13.shape[1] // 2, w2.shape[1]
     plain = "w13_scale" not in case.tensors
     # Only some of the outputs are in the case; the values of the others do not matter.
@@ -268,7 +268,7 @@ def _experts(case: Case, backend: str) -> dict[str, Tensor]:
         case.tensors["weights"].float().view(1, -1),
         **parts,
         weight_format="plain" if plain else "mxfp4",
-        swiglu_limit=float(case.numbers["limit"]),
+        swiglu_limit=case.number("limit"),
         quantize_activations=not plain,
         shared=None if shared is None else _with_rows(shared, x.shape[1], 1),
         backend=backend,
@@ -288,7 +288,7 @@ def _scales(first: Tensor, half: int, second: Tensor) -> dict[str, Tensor]:
 
 
 def _router(case: Case, backend: str) -> dict[str, Tensor]:
-    scale = float(case.numbers["scale"])
+    scale = case.number("scale")
     if "logits" in case.tensors:
         x = case.tensors["logits"].float()
         gate = torch.eye(x.shape[1], device=x.device)
@@ -305,11 +305,17 @@ def _router(case: Case, backend: str) -> dict[str, Tensor]:
     return {"ids": ids, "weights": weights}
 
 
+_GATES = ("h", "fn", "base", "scale")
+
+
+def _epsilons(case: Case) -> dict[str, Any]:
+    return {name: case.number(name) for name in ("norm_eps", "hc_eps")}
+
+
 def _hc_pre(case: Case, backend: str) -> dict[str, Tensor]:
     y, post, comb = hc_pre(
-        *(case.tensors[name] for name in ("h", "fn", "base", "scale")),
-        norm_eps=float(case.numbers["norm_eps"]),
-        hc_eps=float(case.numbers["hc_eps"]),
+        *case.take(*_GATES),
+        **_epsilons(case),
         iters=int(case.numbers["iters"]),
         norm_weight=case.tensors.get("norm_weight"),
         backend=backend,
@@ -318,16 +324,14 @@ def _hc_pre(case: Case, backend: str) -> dict[str, Tensor]:
 
 
 def _hc_post(case: Case, backend: str) -> dict[str, Tensor]:
-    u, h, post, comb = (case.tensors[name] for name in ("u", "h", "post", "comb"))
+    u, h, post, comb = case.take("u", "h", "post", "comb")
     n = h.shape[1]
     gates = post.view(-1, n).contiguous(), comb.view(-1, n, n).contiguous()
     return {"streams": hc_post(u, h, *gates, backend=backend)}
 
 
 def _hc_head(case: Case, backend: str) -> dict[str, Tensor]:
-    inputs = [case.tensors[name] for name in ("h", "fn", "base", "scale")]
-    norm_eps, hc_eps = float(case.numbers["norm_eps"]), float(case.numbers["hc_eps"])
-    return {"y": hc_head(*inputs, norm_eps=norm_eps, hc_eps=hc_eps, backend=backend)}
+    return {"y": hc_head(*case.take(*_GATES), **_epsilons(case), backend=backend)}
 
 
 _METHODS: dict[str, Callable[[Case, str], dict[str, Tensor]]] = {
