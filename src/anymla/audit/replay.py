@@ -222,7 +222,7 @@ def _attention(case: Case, backend: str) -> dict[str, Tensor]:
         cache,
         indices,
         sink=case.tensors["sink"],
-        scale=case.number("scale"),
+        scale=float(case.numbers["scale"]),
         extra_cache=extra,
         extra_indices=extra_indices,
         backend=backend,

@@ -39,7 +39,7 @@ class _Kept:
     rows: Tensor
 
     def only(self, places: list[int]) -> _Kept:
-        """Return some of these rows, by their places."""
+        """Select the rows at these places."""
         if places == list(range(len(self.requests))):
             return self
         index = on_device(self.slots.device, places)
@@ -74,7 +74,7 @@ class RowsAtRest:
         self._gone: set[str] = set()
 
     def forget(self, requests: set[str]) -> None:
-        """Forget rows of requests that have ended, or that will be computed again."""
+        """Drop the rows of requests that have ended, or that will be computed again."""
         if self._kept:
             self._gone |= requests
 

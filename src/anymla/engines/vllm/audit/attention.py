@@ -106,7 +106,7 @@ class Attention(_Windowed):
 
     def look(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> Look:
         layer = self.attention
-        # Later layers choose into the same buffer.
+        # Record the choice now, because later layers write theirs to the same buffer.
         chosen = layer.topk_indices_buffer if layer.indexer is not None else None
         self.note(attended_by=q, chosen=chosen)
         yield
@@ -184,7 +184,7 @@ class Projection(Method):
             self.note(projected=result)
 
     def plan(self, sample: Sample, o: Held, z: Held) -> None:
-        """Plan a case of some outputs of one group: all would take longer than everything else."""
+        """Plan a case of part of one group: all would take longer than everything else."""
         layer, numbers = self.attention, sample.auditor.random(f"group {self.section}")
         groups, rank = layer.n_local_groups, layer.o_lora_rank
         group, part = numbers.randrange(groups), block_of_outputs(numbers, rank)
@@ -201,7 +201,7 @@ class Projection(Method):
 
 
 def _listed(window: Any, token: int) -> dict[str, Tensor] | None:
-    """Return the slots that a step's metadata list as a token's window, and their number."""
+    """Return a token's window as a step's metadata list it, and its length; None without a list."""
     decodes = window.num_decode_tokens
     if token < decodes:
         indices, lengths, row = window.decode_swa_indices, window.decode_swa_lens, token

@@ -35,7 +35,7 @@ class Compressor(Method):
         yield
 
     def gather(self, sample: Sample, metadata: dict[str, Any]) -> dict[str, Held]:
-        """Gather the states of chosen tokens; and plan a case of entries that this step closes."""
+        """Gather the state rows of chosen tokens; plan a case of entries that this step closes."""
         module = self.module
         states, cache = metadata[module.state_cache.prefix], module.state_cache.kv_cache
         state = sample.hold(state=cache[rows_at(states.slot_mapping[sample.rows], cache)])

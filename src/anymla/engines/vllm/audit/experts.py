@@ -72,7 +72,8 @@ class Router(Method):
 class Experts(Method):
     """Both products of a token's experts, and their sum, in anymla's method of vLLM's layer.
 
-    Only where the weights lie as a checkpoint has them, which no kernel of vLLM's leaves them.
+    They are judged only where weights lie as in a checkpoint, which no kernel of vLLM's leaves
+    them.
     """
 
     call = "run"
@@ -93,7 +94,7 @@ class Experts(Method):
         self.note(summed=result)
 
     def plan(self, sample: Sample, *given: Held) -> None:
-        """Plan a case of some outputs of a token, now and then: it holds the experts' weights."""
+        """Plan some outputs of one token now and then, because all weights travel along."""
         mixture, numbers = self.layer.block.ffn, sample.auditor.random(f"experts {self.section}")
         if numbers.randrange(_EXPERTS_EVERY):
             return

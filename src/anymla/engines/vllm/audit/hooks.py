@@ -81,7 +81,10 @@ class Hooks(Watch):
         return wrapped
 
     def _make_recorder(self) -> RowRecorder:
-        """At the first step: what is reserved while a model is built may sleep with its weights."""
+        """Make the recorder at the first step.
+
+        Memory that is reserved while a model is built may be put to sleep with its weights.
+        """
         sections = [*self._attentions, HEAD]
         size = max((_row_bytes(each) for each in self._attentions.values()), default=0)
         count = self.auditor.settings.requests
@@ -150,7 +153,7 @@ class Hooks(Watch):
         )
 
     def end(self, metadata: Any) -> None:
-        """The step has run: gather what its cases still lack, and have them judged."""
+        """Gather what the step's cases still lack, after it has run, and have them judged."""
         sample = self.sample
         if sample is None:
             return
@@ -203,7 +206,7 @@ class Hooks(Watch):
 
 
 def _row_bytes(layer: Any) -> int:
-    """Return room for what is recorded of one token in a layer, by the larger of its tensors."""
+    """Return the bytes of the recorded tensors of one token in a layer, by the larger of them."""
     heads = max(layer.padded_heads, layer.n_local_heads) * layer.head_dim
     index = 0 if layer.indexer is None else layer.indexer.n_head * layer.indexer.head_dim
     streams = 4 * layer.hidden_size

@@ -55,7 +55,7 @@ class Linears(Method):
                 "y": result.rows(outputs).narrow(1, part.start, part.stop - part.start),
                 **sample.hold(**block_of_weight(module, part)),
             }
-            # The router's product may be rounded to what it multiplies before it is widened.
+            # The router's product may be rounded to its operands' type before it is widened.
             unit = {"unit": torch.finfo(torch.bfloat16).eps} if y == "logits" else {}
             name = self.layer.names[id(module)]
             sample.plan("linear", name, tensors, None, first=part.start, **unit)

@@ -61,7 +61,7 @@ class Watch:
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Count and tell a fault of the audit itself; the engine goes on."""
+        """Count and log a fault of the audit itself; the engine goes on."""
         try:
             yield
         except Exception:

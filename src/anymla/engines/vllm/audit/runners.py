@@ -44,10 +44,10 @@ def start(model: nn.Module, runner_of_steps: bool = True) -> Hooks:
 
 
 def _wrap_runners(hooks: Hooks) -> None:
-    """Have both of vLLM's model runners tell which steps there are.
+    """Let both of vLLM's model runners announce their steps.
 
-    The second one says enough on the CPU to choose tokens before a graph is replayed, and keeps
-    what the step's metadata were. The first one's audited steps run without their graphs.
+    The second one knows enough on the CPU to choose tokens before a graph is replayed, and keeps
+    the step's metadata. The first one's audited steps run without their graphs.
     """
     import vllm.v1.worker.gpu_model_runner as first
 

@@ -70,7 +70,7 @@ class Sample:
         return pick(self.auditor, self.recorder.rows, what, groups)
 
     def heads(self, what: str, heads: int) -> tuple[int, int]:
-        """Return the first of some adjacent heads that are judged, and their number."""
+        """Return the first head, and the number, of adjacent heads to judge."""
         count = min(heads, _HEADS)
         return self.auditor.random(what).randrange(heads - count + 1), count
 
@@ -105,7 +105,7 @@ class Sample:
 
 
 def pick(auditor: Auditor, most: int, what: str, groups: Sequence[np.ndarray]) -> list[int]:
-    """Pick one token of each group until there are enough; then further ones of all groups.
+    """Pick one token of as many groups as wanted; once all groups have one, further tokens.
 
     Args:
         auditor: auditor whose settings say how many tokens are enough.
@@ -127,7 +127,7 @@ def pick(auditor: Auditor, most: int, what: str, groups: Sequence[np.ndarray]) -
 
 
 def on_device(device: torch.device, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    """Return host values on a device, as int64, without waiting for it."""
+    """Copy host values to a device as int64, without a wait."""
     pinned = device.type == "cuda"
     held = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
     return held.to(device, non_blocking=True) if pinned else held

@@ -42,7 +42,7 @@ def block_of_weight(module: Any, outputs: slice) -> dict[str, Tensor]:
 
 
 def group_weight(layer: Any, group: int, outputs: slice) -> dict[str, Tensor] | None:
-    """Return ``wo_a`` of outputs of a group as [1, R, J]: ours in bf16, or as vLLM's layer has it.
+    """Return ``wo_a`` of one group's outputs as [1, R, J]: ours in bf16, or as vLLM holds it.
 
     None if it lies in no form that a check can read.
     """
@@ -63,5 +63,5 @@ def group_weight(layer: Any, group: int, outputs: slice) -> dict[str, Tensor] | 
 
 
 def _blocks(part: slice) -> slice:
-    """Return the rows of scales of some rows, which begin with a block or lie within one."""
+    """Return the rows of scales of these rows, which begin with a block or lie within one."""
     return slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK))
