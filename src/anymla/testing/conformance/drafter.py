@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +10,20 @@ import torch
 from torch import Tensor
 
 from anymla.layers.dspark import BlockGuess
-from anymla.model.load import load_model
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 from anymla.runtime.sampler import best_tokens
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
+from anymla.testing.conformance.tiny_model import tiny_model
 from anymla.testing.conformance.v41 import STEP_OPERATIONS
 from anymla.testing.oracle.check import hidden_error
 from anymla.testing.oracle.dspark import DSparkOracle
 from anymla.testing.oracle.judge import Judge
 from anymla.testing.oracle.model import OracleModel, OracleResult
 from anymla.testing.oracle.recording import RecordedModel, Recorder, Recording
-from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from anymla.testing.tiny_checkpoint import TinyOptions
 from anymla.testing.tiny_options import TinySharing
 from anymla.testing.tolerance import assert_close
 
@@ -85,12 +84,7 @@ def _backbone(directory: str, recording: Recording, tokens: list[int]) -> Oracle
     "window_rows",
 )
 def drafter_of_v41(ops: Ops) -> None:
-    with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:
-        write_tiny_checkpoint(directory, _OPTIONS)
-        place = ops.device or torch.device("cpu")
-        model = load_model(
-            directory, dtype=torch.float32, device=place, backend=backend, progress=False
-        )
+    with tiny_model(ops, _OPTIONS) as (model, directory):
         prompt = tuple(torch.randint(2, model.config.vocab_size, (_PROMPT,)).tolist())
         request = Request("one", prompt, max_new_tokens=_NEW)
         options = EngineOptions(kv_cache="fp32", chunk_size=9, decode="plain")

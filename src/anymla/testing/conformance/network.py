@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.model.load import load_model
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Completion, Request
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
+from anymla.testing.conformance.tiny_model import tiny_model
 from anymla.testing.oracle.check import hidden_error
 from anymla.testing.oracle.recording import RecordedModel, Recorder, Recording
-from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from anymla.testing.tiny_checkpoint import TinyOptions
 from anymla.testing.tolerance import assert_close
 
 _OPTIONS = TinyOptions(
@@ -80,16 +77,6 @@ class ScriptedDrafts:
         return logits
 
 
-@contextlib.contextmanager
-def _tiny_model(ops: Ops) -> Iterator[Any]:
-    with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:
-        write_tiny_checkpoint(directory, _OPTIONS)
-        place = ops.device or torch.device("cpu")
-        yield load_model(
-            directory, dtype=torch.float32, device=place, backend=backend, progress=False
-        )
-
-
 def _prompt(model: Any) -> tuple[int, ...]:
     return tuple(torch.randint(2, model.config.vocab_size, (_PROMPT,)).tolist())
 
@@ -126,7 +113,7 @@ def _same_rows(got: Recording, want: Recording, tokens: int, name: str) -> None:
 
 def _check_speculation(ops: Ops, runs: tuple[tuple[int, int], ...]) -> None:
     """Run with (most drafts, period of wrong drafts) and compare with one token a step."""
-    with _tiny_model(ops) as model:
+    with tiny_model(ops, _OPTIONS) as (model, _):
         prompt = _prompt(model)
         plain, want = _run(model, prompt)
         text = [*prompt, *plain.token_ids]
@@ -159,7 +146,7 @@ def roll_back(ops: Ops) -> None:
 @case("C7", "an engine whose pages other requests have used answers as a fresh one", *_OPERATIONS)
 def warm_equals_cold(ops: Ops) -> None:
     # There is no prefix cache, so requests share pages only one after the other.
-    with _tiny_model(ops) as model:
+    with tiny_model(ops, _OPTIONS) as (model, _):
         prompt = _prompt(model)
         cold, want = _run(model, prompt)
         recorder = Recorder()

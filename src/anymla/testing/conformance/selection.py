@@ -10,7 +10,7 @@ from anymla.testing.allocation import LargestAllocation
 from anymla.testing.conformance.expected import index_scores
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
-from anymla.testing.generate import guarded_cache, hostile_indices, scattered_pages
+from anymla.testing.generate import GuardedCache, guarded_cache, hostile_indices, scattered_pages
 
 
 def _integers(*shape: int) -> Tensor:
@@ -30,6 +30,27 @@ def _check(chosen: Tensor, row: int, want: list[int], name: str) -> None:
         chosen[row].tolist() == want + [-1] * (width - len(want)),
         f"{name}: got {chosen[row].tolist()[:12]} .., expected {want[:12]} ..",
     )
+
+
+def _check_token(
+    chosen: Tensor, slots: Tensor, counts: Tensor, token: int, want: list[int], places: list[int]
+) -> None:
+    """Check a token's entries, their number and their slots."""
+    _check(chosen, token, want, f"token {token}")
+    expect(int(counts[token]) == len(want), f"token {token}: count {int(counts[token])}")
+    _check(slots, token, places, f"token {token}: slots")
+
+
+def _requests(entries: list[int]) -> tuple[GuardedCache, Tensor, list[Tensor]]:
+    """Fill a cache with keys of several requests, and return their block table and the keys."""
+    table, pages = scattered_pages(entries, 16)
+    guarded = guarded_cache(INDEX_FP8, pages, 16)
+    keys = []
+    for request, count in enumerate(entries):
+        numbers = torch.arange(count)
+        keys.append(_integers(count, 128))
+        guarded.write(table[request].long()[numbers // 16] * 16 + numbers % 16, keys[-1])
+    return guarded, table, keys
 
 
 @case(
@@ -81,13 +102,7 @@ def best_of_the_scores(ops: Ops) -> None:
 )
 def ragged_requests(ops: Ops) -> None:
     entries = [90, 40, 75]
-    table, pages = scattered_pages(entries, 16)
-    guarded = guarded_cache(INDEX_FP8, pages, 16)
-    keys = []
-    for request, count in enumerate(entries):
-        numbers = torch.arange(count)
-        keys.append(_integers(count, 128))
-        guarded.write(table[request].long()[numbers // 16] * 16 + numbers % 16, keys[-1])
+    guarded, table, keys = _requests(entries)
     owner = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2, -1, 3], dtype=torch.int32)
     lens = torch.tensor([24, 25, 26, 90, 40, 24, 75, 60, 30, 9, 9], dtype=torch.int32)
     q, weights = _integers(11, 3, 128), _integers(11, 3)
@@ -115,10 +130,8 @@ def ragged_requests(ops: Ops) -> None:
             part = keys[request][: int(lens[token])].double()
             scores = index_scores(q[token : token + 1], part, weights[token : token + 1])
             want = _best(scores[0], 25)
-        _check(chosen, token, want, f"token {token}")
-        expect(int(counts[token]) == len(want), f"token {token}: count {int(counts[token])}")
         places = [int(pages_of_rows[request, n // 16]) * 16 + n % 16 for n in want]
-        _check(slots, token, places, f"token {token}: slots")
+        _check_token(chosen, slots, counts, token, want, places)
 
 
 @case("I13", "rows of length zero and short rows read nothing", "select_topk")
@@ -159,13 +172,7 @@ def bounded_selection(ops: Ops) -> None:
 )
 def within_blocks(ops: Ops) -> None:
     entries, size, k = [90, 40], 4, 9
-    table, pages = scattered_pages(entries, 16)
-    guarded = guarded_cache(INDEX_FP8, pages, 16)
-    keys = []
-    for request, count in enumerate(entries):
-        numbers = torch.arange(count)
-        keys.append(_integers(count, 128))
-        guarded.write(table[request].long()[numbers // 16] * 16 + numbers % 16, keys[-1])
+    guarded, table, keys = _requests(entries)
     owner = torch.tensor([0, 0, 1, 1, 0, -1], dtype=torch.int32)
     lens = torch.tensor([90, 86, 40, 7, 33, 90], dtype=torch.int32)
     # The last block of the first two ends early; of the fifth's, two begin behind what it sees.
@@ -198,7 +205,5 @@ def within_blocks(ops: Ops) -> None:
             part = keys[request][seen].double()
             scores = index_scores(q[token : token + 1], part, weights[token : token + 1])
             want = [seen[place] for place in _best(scores[0], k)]
-        _check(chosen, token, want, f"token {token}")
-        expect(int(counts[token]) == len(want), f"token {token}: count {int(counts[token])}")
         places = [int(table[request, n // 16]) * 16 + n % 16 for n in want]
-        _check(slots, token, places, f"token {token}: slots")
+        _check_token(chosen, slots, counts, token, want, places)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 
 import torch
@@ -14,13 +13,13 @@ from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.step import Step
 from anymla.model.build import ngram_hash
 from anymla.model.config import ModelConfig
-from anymla.model.load import load_model
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 from anymla.testing.conformance.expected import EngramGate, index_scale, index_scores, table
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
+from anymla.testing.conformance.tiny_model import tiny_model
 from anymla.testing.generate import guarded_cache, scattered_pages, slots_of
 from anymla.testing.oracle.blocks import rms_norm
 from anymla.testing.oracle.check import check_run
@@ -28,7 +27,7 @@ from anymla.testing.oracle.recording import RecordedModel, Recorder
 from anymla.testing.oracle.rounding import decode_e4m3
 from anymla.testing.oracle.row_formats import ROW_FORMATS
 from anymla.testing.published import FLASH_41
-from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from anymla.testing.tiny_checkpoint import TinyOptions
 from anymla.testing.tiny_options import TinySharing
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical
 
@@ -296,12 +295,7 @@ STEP_OPERATIONS = (
     quick=True,
 )
 def whole_shared_model(ops: Ops) -> None:
-    with tempfile.TemporaryDirectory() as directory, ops.as_backend() as backend:
-        write_tiny_checkpoint(directory, _OPTIONS)
-        place = ops.device or torch.device("cpu")
-        model = load_model(
-            directory, dtype=torch.float32, device=place, backend=backend, progress=False
-        )
+    with tiny_model(ops, _OPTIONS) as (model, directory):
         prompt = tuple(torch.randint(2, model.config.vocab_size, (37,)).tolist())
         request = Request("one", prompt, max_new_tokens=3)
         # On a CPU, steps of few tokens are built on the host and all others on the device's path.
