@@ -195,7 +195,12 @@ def test_scores_keep_float32_accuracy_where_they_are_large(backend, dtype):
     assert_close(lse, want.lse, atol=error, rtol=ulps(torch.bfloat16, 2.0**-9), name="lse")
     # Relative to a probability, an error of its score; then p and the output are rounded.
     error = error + ulps(dtype if dtype.itemsize == 2 else torch.float32, 1)
-    assert_close(out, want.out, atol=error, rtol=error, scale=want.weight, name="out")
+    weight = want.weight
+    if dtype == torch.bfloat16:
+        # Matrix instructions in float16 lose probabilities below 2^-25 of a split's largest.
+        lost = [2.0**-25 * large.main.rows(token).abs().sum(0) for token in range(4)]
+        weight = weight + torch.stack(lost).unsqueeze(1) / float(error)
+    assert_close(out, want.out, atol=error, rtol=error, scale=weight, name="out")
 
 
 # What a slot list means -------------------------------------------------------------------------
