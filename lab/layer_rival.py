@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from anymla.layers import attention, codes, heads, hyper_connection, selection
+from anymla.layers import attention, codes, hyper_connection, selection
 from anymla.layers.hyper_connection import HyperConnection, Streams
 from anymla.ops.attention import sparse_attention
 from anymla.ops.hyper_connection import hc_post, hc_pre
@@ -58,7 +58,6 @@ def rival_kernels(flash_mla: FlashMla, deep_gemm: DeepGemm | None = None) -> Ite
             (hyper_connection, "hc_post_pre_norm", _post_pre_norm),
             (attention, "fused_q_kv_rmsnorm", _q_kv_norms),
             (attention, "qnorm_rope_kv_insert", _heads_and_row),
-            (heads, "quantises_in_one_kernel", lambda *_: False),
             (codes, "supports_prequantized", lambda _: False),
         ):
             patches.enter_context(mock.patch.object(module, name, unfused))

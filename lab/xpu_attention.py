@@ -15,7 +15,6 @@ import torch
 
 from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.attention import sparse_attention
 from anymla.ops.device import Target
 from lab import xpu_code
 from lab.build import Build
@@ -48,7 +47,7 @@ def builds(target: Target, peer: VllmXpu) -> dict[str, list[Build]]:
     """Return the builds that each library launches for one key, by the library's name."""
     given = inputs()
     with recorded_launches(target) as ours:
-        given.ours(sparse_attention, backend="triton")[0]()
+        given.ours(backend="triton")[0]()
     calls = peer.decode(given)
     with recorded_launches(target) as theirs:
         calls[0]()

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from anymla.ops.attention.interface import (
+from anymla.ops.attention import (
+    InverseRopeQuant,
     prefill_attention,
-    prefill_attention_fp8_quant,
     sparse_attention_rows,
 )
 from anymla.ops.attention.prefill_config import CHANNELS, ROPE_DIM
@@ -71,9 +71,8 @@ def _attend(
     if quantized:
         positions = empty(tokens, dtype=torch.int64)
         table = empty((shape.context, ROPE_DIM), dtype=torch.float32)
-        prefill_attention_fp8_quant(*inputs, positions, table, n_groups=2, **options)
-    else:
-        prefill_attention(*inputs, **options)
+        options["epilogue"] = InverseRopeQuant(positions, table, n_groups=2)
+    prefill_attention(*inputs, **options)
 
 
 def _attend_rows(heads: int, scores: bool) -> None:

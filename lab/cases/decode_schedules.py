@@ -101,11 +101,8 @@ def _calls(inputs: DecodeInputs, schedule: Schedule) -> list[Callable[[], Tensor
     to = results.AttentionOut(q.new_empty(q.shape), q.new_empty(q.shape[:2]).float())
 
     def attend(window: Tensor, extra: Tensor | None) -> Tensor:
-        layout, extra_layout = shape.layouts
-        more = None if extra is None else extra.flatten(0, 1)
-        first = inputs.cache, window.flatten(0, 1), lengths, layout
-        second = inputs.extra_cache, more, extra_lengths, extra_layout
-        call = launch.Call.of(q, first, second, inputs.sink, None, False, None)
+        rows = inputs.cache_rows(window, extra)
+        call = launch.Call.of(q, rows, inputs.sink, None, False, None)
         launch.attend(dataclasses.replace(call, schedule=schedule, plan=plan), to)
         out: Tensor = to.out
         return out

@@ -21,8 +21,8 @@ from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._reference import attend
 from anymla.ops.attention import (
+    InverseRopeQuant,
     prefill_attention,
-    prefill_attention_fp8_quant,
     sparse_attention_rows,
 )
 from anymla.ops.attention.composed import named_rows
@@ -158,12 +158,12 @@ class Call:
 
     def quantised(self, backend: str) -> tuple[Tensor, Tensor]:
         """Run anymla with the output rotated and quantised."""
-        codes, scales = prefill_attention_fp8_quant(
-            self.q, self.rows, self.ranges, self.lists, self.positions, self.table,
-            n_groups=max(self.case.heads // _GROUP, 1), window=WINDOW, entries=self.entries,
-            sink=self.sink, backend=backend,
+        groups = max(self.case.heads // _GROUP, 1)
+        return prefill_attention(
+            self.q, self.rows, self.ranges, self.lists, window=WINDOW, entries=self.entries,
+            sink=self.sink, epilogue=InverseRopeQuant(self.positions, self.table, groups),
+            backend=backend,
         )  # fmt: skip
-        return codes, scales
 
     def separate_pass(self) -> tuple[Tensor, Tensor]:
         """Rotate and quantise the finished output."""

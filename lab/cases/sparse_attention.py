@@ -21,8 +21,9 @@ from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._reference import attend
 from anymla.ops.attention import (
+    CacheRows,
+    InverseRopeQuant,
     sparse_attention,
-    sparse_attention_fp8_quant,
     sparse_attention_plan,
 )
 from anymla.ops.attention.decode_shapes import FLASH_DECODE, V32_DECODE, AttentionShape
@@ -265,47 +266,45 @@ class DecodeInputs:
         sink = None if shape.v32 else torch.randn(shape.heads, device=device)
         return cls(shape, q, sink, cache, extra_cache, lengths, extra, lists)
 
-    def ours(
-        self, operation: Callable[..., Any], *args: Any, planned: bool = False, **keywords: Any
-    ) -> list[Callable[[], Tensor]]:
-        """Calls of one of this package's operations, one for each set of lists.
+    def cache_rows(self, window: Tensor, extra: Tensor | None) -> list[CacheRows]:
+        """Return the rows that one set of lists names."""
+
+        def listed(cache: Tensor, layout: str, slots: Tensor, lengths: Tensor | None) -> CacheRows:
+            each = None if lengths is None else lengths.repeat_interleave(self.shape.rows)
+            return CacheRows(cache, layout, slots.flatten(0, 1), each)
+
+        layout, extra_layout = self.shape.layouts
+        rows = [listed(self.cache, layout, window, self.lengths)]
+        if extra is not None and self.extra_cache is not None:
+            rows.append(listed(self.extra_cache, extra_layout, extra, self.extra_lengths))
+        return rows
+
+    def ours(self, *, planned: bool = False, **keywords: Any) -> list[Callable[[], Tensor]]:
+        """Return calls of ``sparse_attention``, one for each set of lists.
 
         Args:
-            operation: ``sparse_attention``, or with its output quantised.
-            args: after those of ``sparse_attention``.
-            planned: work is shared out once for all of them, as FlashMLA's is.
-            keywords: of the operation.
+            planned: True to share out work once for all of them, as FlashMLA does.
+            keywords: further keyword arguments of the operation.
         """
         shape = self.shape
-        repeat = functools.partial(torch.repeat_interleave, repeats=shape.rows)
-        lengths = None if self.lengths is None else repeat(self.lengths)
-        keywords |= {"sink": self.sink, "extra_cache": self.extra_cache}
-        if self.extra_lengths is not None:
-            keywords["extra_lengths"] = repeat(self.extra_lengths)
+        rows = [self.cache_rows(*each) for each in self.lists]
         if planned:
             keywords["plan"] = sparse_attention_plan(
-                lengths,
-                keywords.get("extra_lengths"),
+                *(each.lengths for each in rows[0]),
                 heads=shape.heads,
                 width=shape.width,
                 extra_width=shape.extra or None,
             )
-        calls: list[Callable[[], Tensor]] = []
-        for window, extra in self.lists:
-            more = {} if extra is None else {"extra_indices": extra.flatten(0, 1)}
-            given = (self.q.flatten(0, 1), self.cache, window.flatten(0, 1), lengths, *args)
-            calls.append(functools.partial(first_result, operation, *given, **keywords, **more))
-        return calls
+        call = functools.partial(
+            first_result, sparse_attention, self.q.flatten(0, 1), sink=self.sink, **keywords
+        )
+        return [functools.partial(call, each) for each in rows]
 
     def attention(self, backend: str, *, planned: bool = False) -> list[Callable[[], Tensor]]:
-        """Calls of ``sparse_attention``."""
+        """Return calls whose output is written to one tensor."""
         flat, values = self.q.flatten(0, 1), self.shape.model.values
         out = flat.new_empty(*flat.shape[:2], self.shape.model.out_dim)
-        layout, extra_layout = self.shape.layouts
-        return self.ours(
-            sparse_attention, out=out, layout=layout, extra_layout=extra_layout,
-            value_dim=values, backend=backend, planned=planned,
-        )  # fmt: skip
+        return self.ours(out=out, value_dim=values, backend=backend, planned=planned)
 
     def error(self, out: Tensor) -> float:
         """Relative L2 error of the first queries of three requests against float64."""
@@ -462,9 +461,8 @@ def _fp8_heads(
 
     attention = inputs.attention(backend)
     apart = [functools.partial(with_epilogue, call) for call in attention]
-    fused = inputs.ours(
-        sparse_attention_fp8_quant, positions, table, n_groups=groups, backend=backend
-    )
+    epilogue = InverseRopeQuant(positions, table, groups)
+    fused = inputs.ours(epilogue=epilogue, backend=backend)
 
     def same_bytes(_: float) -> Values:
         mine, theirs = (calls[0]().view(torch.uint8) for calls in (fused, apart))

@@ -24,9 +24,8 @@ from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.attention import (
+    InverseRopeQuant,
     prefill_attention,
-    prefill_attention_fp8_quant,
-    sparse_attention_fp8_quant,
 )
 from anymla.ops.attention.decode_shapes import FLASH_DECODE
 from anymla.ops.attention.plan import decoding_pays_in_steps
@@ -137,32 +136,26 @@ class VerificationInputs(DecodeInputs):
         """
         flat = self.q.flatten(0, 1)
         positions = torch.randint(0, _POSITIONS, (len(flat),), device=flat.device)
-        turn = positions, torch.randn(_POSITIONS, _ROPE_DIM, device=flat.device)
-        fp8 = {"n_groups": _GROUPS, "backend": backend}
-        quantized = self.ours(sparse_attention_fp8_quant, *turn, planned=True, **fp8)
+        table = torch.randn(_POSITIONS, _ROPE_DIM, device=flat.device)
+        fp8 = {"epilogue": InverseRopeQuant(positions, table, _GROUPS), "backend": backend}
+        quantized = self.ours(planned=True, **fp8)
         found = {"slots": (self.attention(backend, planned=True), quantized)}
         out, partial = torch.empty_like(flat), functools.partial
         if not chosen:
             found["decoded"] = (
-                [partial(self._decoded_once, each, backend, out) for each in self.requests],
-                [partial(self._decoded_fp8, each, turn, fp8) for each in self.requests],
+                [
+                    partial(self._decoded_once, each, out=out, backend=backend)
+                    for each in self.requests
+                ],
+                [partial(self._decoded_once, each, **fp8) for each in self.requests],
             )
         return found
 
-    def _decoded_once(self, rows: RequestRows, backend: str, out: Tensor) -> Tensor:
+    def _decoded_once(self, rows: RequestRows, **options: Any) -> Tensor:
         with scratch_scope():
             return first_result(
                 prefill_attention, *self._workspace(rows), window=rows.window,
-                entries=rows.entries, sink=self.sink, out=out, backend=backend,
-            )  # fmt: skip
-
-    def _decoded_fp8(
-        self, rows: RequestRows, turn: tuple[Tensor, Tensor], fp8: dict[str, Any]
-    ) -> Tensor:
-        with scratch_scope():
-            return first_result(
-                prefill_attention_fp8_quant, *self._workspace(rows), None, *turn,
-                window=rows.window, entries=rows.entries, sink=self.sink, **fp8,
+                entries=rows.entries, sink=self.sink, **options,
             )  # fmt: skip
 
     def _workspace(self, rows: RequestRows) -> tuple[Tensor, Tensor, Tensor]:

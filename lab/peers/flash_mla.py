@@ -8,12 +8,13 @@ neither is counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from anymla.ops.attention import CacheRows
 from lab.peers import Peer
 
 if TYPE_CHECKING:
@@ -64,33 +65,29 @@ class FlashMla(Peer):
         self,
         schedules: dict[tuple[object, ...], Any],
         q: Tensor,
-        k_cache: Tensor,
-        indices: Tensor,
-        lengths: Tensor | None = None,
+        rows: Sequence[CacheRows],
         *,
         sink: Tensor | None = None,
         scale: float | None = None,
-        extra_cache: Tensor | None = None,
-        extra_indices: Tensor | None = None,
-        extra_lengths: Tensor | None = None,
         out: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """``sparse_attention``, with the schedules that were made for earlier shapes."""
+        """Run ``sparse_attention`` with the schedules that were made for earlier shapes."""
         heads = q.shape[1]
         q, sink = padded_heads(q, sink)
-        more: dict[str, Any] = {"attn_sink": sink, "topk_length": lengths}
-        if extra_cache is not None and extra_indices is not None:
-            more["extra_k_cache"] = extra_cache.unsqueeze(2)
-            more["extra_indices_in_kvcache"] = _in_steps(extra_indices).unsqueeze(1)
-            more["extra_topk_length"] = extra_lengths
-        shape = (*q.shape, *indices.shape, None if extra_indices is None else extra_indices.shape)
+        window = rows[0]
+        more: dict[str, Any] = {"attn_sink": sink, "topk_length": window.lengths}
+        for each in rows[1:]:
+            more["extra_k_cache"] = each.cache.unsqueeze(2)
+            more["extra_indices_in_kvcache"] = _in_steps(each.indices).unsqueeze(1)
+            more["extra_topk_length"] = each.lengths
+        shape = (*q.shape, *(each.width for each in rows))
         if shape not in schedules:
             schedules[shape] = self.module.get_mla_metadata()[0]
         attended, lse = self.module.flash_mla_with_kvcache(
-            q.unsqueeze(1), k_cache.unsqueeze(2), None, None, 512, schedules[shape], None,
+            q.unsqueeze(1), window.cache.unsqueeze(2), None, None, 512, schedules[shape], None,
             q.shape[2] ** -0.5 if scale is None else scale, False, True,
-            _in_steps(indices).unsqueeze(1), **more,
+            _in_steps(window.indices).unsqueeze(1), **more,
         )  # fmt: skip
         attended = attended.squeeze(1)[:, :heads]
         return (attended if out is None else out.copy_(attended)), lse

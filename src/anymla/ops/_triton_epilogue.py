@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent, widen
-from anymla.ops._epilogue import QuantizedOut
+from anymla.ops._epilogue import InverseRopeQuant, QuantizedOut
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
@@ -211,7 +211,8 @@ def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
     """Backend of ``linear.inverse_rope_fp8_quant`` in Triton; see its contract."""
-    to = QuantizedOut.allocate(o, positions, cos_sin_cache, target_of(o.device).native_e4m3)
+    epilogue = InverseRopeQuant(positions, cos_sin_cache, n_groups)
+    to = QuantizedOut.allocate(o, epilogue, target_of(o.device).native_e4m3)
     inverse_rope_quantize(o, to)
     return to.results(n_groups)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.ops._epilogue import InverseRopeQuant
 from anymla.ops.device import Support, Target, target_of, triton_support
 
 CHANNELS = 512
@@ -76,9 +77,14 @@ def runs_on(device: torch.device) -> Support:
 
 
 def gluon_prefill_support(
-    q: Tensor, rows: Tensor, *args: Any, scale: float | None = None, **keywords: Any
+    q: Tensor,
+    rows: Tensor,
+    *args: Any,
+    scale: float | None = None,
+    epilogue: InverseRopeQuant | None = None,
+    **keywords: Any,
 ) -> Support:
-    """``supports`` of backend ``gluon_sm90``."""
+    """Return support of a ``prefill_attention`` call by backend ``gluon_sm90``."""
     support = runs_on(q.device)
     if not support:
         return support
@@ -90,19 +96,8 @@ def gluon_prefill_support(
         return Support(False, f"scale must be positive and of ordinary size, got {scale}")
     if len(rows) == 0:
         return Support(False, "at least one row")
+    if epilogue is not None:
+        table = epilogue.cos_sin_cache
+        if table.shape[1] != ROPE_DIM or table.dtype != torch.float32:
+            return Support(False, f"{ROPE_DIM} float32 angles a position")
     return support
-
-
-def gluon_prefill_fp8_quant_support(
-    q: Tensor,
-    rows: Tensor,
-    ranges: Tensor,
-    lists: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    **keywords: Any,
-) -> Support:
-    """``supports`` of backend ``gluon_sm90`` of ``prefill_attention_fp8_quant``."""
-    if cos_sin_cache.shape[1] != ROPE_DIM or cos_sin_cache.dtype != torch.float32:
-        return Support(False, f"{ROPE_DIM} float32 angles a position")
-    return gluon_prefill_support(q, rows, ranges, lists, scale=keywords.get("scale"))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops.attention import CacheRows
 from anymla.testing.conformance.expected import Attention, attend
 from anymla.testing.generate import GuardedCache, guarded_cache, hostile_indices
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
@@ -34,6 +35,11 @@ class Scope:
     def cache(self) -> Tensor:
         """The cache tensor."""
         return self.guarded.cache
+
+    @property
+    def listed(self) -> CacheRows:
+        """The rows in the form that attention takes."""
+        return CacheRows(self.cache, self.layout, self.indices, self.lengths)
 
     def rows(self, token: int) -> Tensor:
         """Float64 rows that a token reads, hostile indices left out."""
@@ -84,18 +90,14 @@ class Scene:
     value_dim: int | None = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of ``sparse_attention``."""
-        keywords: dict[str, Any] = {"sink": self.sink, "layout": self.main.layout}
+        """Return positional and keyword arguments of ``sparse_attention``."""
+        keywords: dict[str, Any] = {"sink": self.sink}
         if self.value_dim is not None:
             keywords["value_dim"] = self.value_dim
+        rows = [self.main.listed]
         if self.extra is not None:
-            keywords |= {
-                "extra_cache": self.extra.cache,
-                "extra_indices": self.extra.indices,
-                "extra_lengths": self.extra.lengths,
-                "extra_layout": self.extra.layout,
-            }
-        return (self.q, self.main.cache, self.main.indices, self.main.lengths), keywords
+            rows.append(self.extra.listed)
+        return (self.q, rows), keywords
 
     def expected(self) -> Attention:
         """The float64 result."""

@@ -16,6 +16,7 @@ from anymla.formats.page_layout import (
     V41_MAIN_FP8_SPLIT,
     get_layout,
 )
+from anymla.ops.attention import CacheRows
 from anymla.testing.conformance.faults.fault import GOOD, fault
 
 _FP8 = (V41_MAIN_FP8, V41_MAIN_FP8_SPLIT)
@@ -64,10 +65,9 @@ def entries_gathered_in_the_other_arrangement(
 
 
 @fault("sparse_attention", "L9", "Q9")
-def entries_attended_in_the_other_arrangement(*args: Any, **rest: Any) -> Any:
-    for name in {"layout", "extra_layout"} & set(rest):
-        rest[name] = _OTHER.get(rest[name], rest[name])
-    return GOOD.sparse_attention(*args, **rest)
+def entries_attended_in_the_other_arrangement(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
+    other = [each._replace(layout=_OTHER.get(each.layout, each.layout)) for each in rows]
+    return GOOD.sparse_attention(q, other, **rest)
 
 
 @fault("quantize_and_insert_k_cache", "Q8")
@@ -193,9 +193,12 @@ def v41_scale_floored_instead_of_amax(
 
 
 @fault("sparse_attention", "Q9")
-def entries_are_read_in_the_windows_order(*args: Any, **rest: Any) -> Any:
+def entries_are_read_in_the_windows_order(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
     """Read the compressed cache in the window's arrangement, ignoring its record."""
-    extra = rest.get("extra_layout")
-    if extra in _NVFP4 and rest["layout"] in (*_FP8, "v4_main_fp8"):
-        rest["extra_layout"] = _OTHER[extra]
-    return GOOD.sparse_attention(*args, **rest)
+    first, *more = rows
+    if first.layout in (*_FP8, "v4_main_fp8"):
+        more = [
+            each._replace(layout=_OTHER[each.layout]) if each.layout in _NVFP4 else each
+            for each in more
+        ]
+    return GOOD.sparse_attention(q, [first, *more], **rest)
