@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from lab.layer import family
 
 DRAFT, BETWEEN, GAPS, HEAD = "draft", "between graphs", "gaps in graphs", "head and choice"
-_PARTS = {
+# Parts of the package's kernels by their family.
+FAMILIES = {
     "attention": "attention",
     "indexer": "indexer",
     "compressor": "compressor",
@@ -31,7 +32,7 @@ _PARTS = {
     "hyper_connection": "hyper-connections",
     "norm_rope": "norms, RoPE, rows",
     "kv_cache": "norms, RoPE, rows",
-    "selection": "metadata",
+    "step_indices": "metadata",
 }
 # Words in the names of kernels that are not the package's own.
 _OTHERS = (
@@ -155,7 +156,7 @@ def _head(kernels: Sequence[dict[str, Any]], before: float) -> float:
 
 
 def _part(name: str) -> str:
-    known = _PARTS.get(family(name))
+    known = FAMILIES.get(family(name))
     if known is not None:
         return known
     low = name.lower()

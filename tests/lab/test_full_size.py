@@ -14,7 +14,8 @@ from anymla.layers.ranks import ALONE, Ranks
 from anymla.model.build import shares_channels
 from anymla.model.config import ModelConfig
 from lab.full_size import MODELS, drafting_config, random_share
-from lab.step_parts import step_parts
+from lab.launches import derived_families
+from lab.step_parts import FAMILIES, step_parts
 
 CPU = torch.device("cpu")
 
@@ -132,6 +133,11 @@ def test_parts_add_up_to_the_step():
     plain = step_parts(events, 2, drafts=False)
     assert "draft" not in plain.parts
     assert sum(plain.parts.values()) == plain.us
+
+
+def test_the_kernels_of_every_family_have_a_part():
+    # The choice marks where the backbone's part of a step ends.
+    assert {*FAMILIES, "choice"} == {*derived_families()}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anymla.bench import gpu, gpu_timing
-from anymla.bench.kernels import Case
+from anymla.bench.kernels import TimedCall
 from anymla.bench.runner import run
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import require_gpu
@@ -76,7 +76,7 @@ def test_a_row_is_measured_without_cuda(monkeypatch):
     class CpuClock(gpu_timing.EventClock):
         device = torch.device("cpu")
 
-    case = Case("nothing", setup, 1 << 27, beside_copy=True)
+    case = TimedCall("nothing", setup, 1 << 27, beside_copy=True)
     module = types.SimpleNamespace(cases=lambda: [case])
     monkeypatch.setattr(gpu.importlib, "import_module", lambda name: module)
     for name, measured in {"copy_bandwidth": 1e12, "copy_us": 500.0}.items():

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from anymla.bench import kernels, runner
+from anymla.bench import kernels
 from anymla.bench.gpu_timing import copies_for
-from anymla.bench.kernels import Case
-from anymla.bench.runner import Clock, Subject, Values, Verdict, rounded
+from anymla.bench.kernels import TimedCall
+from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.device import target_of
 from anymla.ops.pdl import pdl_enabled
 
@@ -52,24 +52,24 @@ def device_facts() -> dict[str, Any]:
     }
 
 
-def cases(chosen: list[str]) -> Iterator[runner.Case]:
+def cases(chosen: list[str]) -> Iterator[Case]:
     """The cases of the chosen families."""
     for family in chosen:
         module = importlib.import_module(f"{kernels.__name__}.{family}")
         for each in module.cases():
-            if isinstance(each, runner.Case):
+            if isinstance(each, TimedCall):
+                subjects = functools.partial(_subject, each)
+                yield Case(family, each.label, subjects, judge=_rounded)
+            else:
                 yield each
-                continue
-            case = each if isinstance(each, Case) else Case(*each)
-            yield runner.Case(family, case.label, functools.partial(_subject, case), judge=_rounded)
 
 
-def name_of(case: runner.Case) -> str:
+def name_of(case: Case) -> str:
     """The name by which ``anymla bench run`` knows a case: "cache/rope-64-tokens"."""
     return f"{case.part}/{re.sub('[^a-z0-9]+', '-', case.label.lower()).strip('-')}"
 
 
-def chosen_cases(names: Sequence[str]) -> list[runner.Case]:
+def chosen_cases(names: Sequence[str]) -> list[Case]:
     """The cases of these names, in their order.
 
     Args:
@@ -79,7 +79,7 @@ def chosen_cases(names: Sequence[str]) -> list[runner.Case]:
         ValueError: there is nothing of a name; the message has the nearest ones.
     """
     every = {name_of(case): case for case in cases(families())}
-    found: dict[str, runner.Case] = {}
+    found: dict[str, Case] = {}
     for name in names:
         given = {key: case for key, case in every.items() if name in (key, case.part, "all")}
         if not given:
@@ -90,24 +90,24 @@ def chosen_cases(names: Sequence[str]) -> list[runner.Case]:
     return list(found.values())
 
 
-def _subject(case: Case, clock: Clock) -> Iterator[Subject]:
-    moved = case.bytes_moved
+def _subject(call: TimedCall, clock: Clock) -> Iterator[Subject]:
+    moved = call.bytes_moved
 
     def after(us: float) -> Values:
         found = {
             "gb_per_s": moved / us * 1e-3,
             "share_of_copy": moved / us * 1e6 / clock.copy_bandwidth(),
         }
-        if case.flops:
-            found["tflops"] = case.flops / us * 1e-6
-            found["share_of_product"] = case.flops / us * 1e6 / clock.matmul_rate()
-        if case.beside_copy:
+        if call.flops:
+            found["tflops"] = call.flops / us * 1e-6
+            found["share_of_product"] = call.flops / us * 1e6 / clock.matmul_rate()
+        if call.beside_copy:
             found["copy_us"] = clock.copy_us(moved)
             found["share_of_same_copy"] = found["copy_us"] / us
         return found
 
     with clock.device:
-        calls = [case.setup() for _ in range(copies_for(moved))]
+        calls = [call.setup() for _ in range(copies_for(moved))]
     yield Subject("us", calls, after=after)
 
 

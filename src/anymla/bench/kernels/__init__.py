@@ -1,7 +1,7 @@
 """Named cases of ``anymla bench run``, a module a family.
 
-Each module has ``cases()``, which yields ``Case`` (or the same four things as a tuple), or whole
-cases of the runner.
+Each module has ``cases()``, which yields a ``TimedCall`` for each single operation, or cases of the
+runner where more than one call is to be timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def backend() -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class TimedCall:
     """One call to time.
 
     Attributes:

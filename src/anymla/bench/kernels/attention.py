@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall as Case
+from anymla.bench.kernels import backend
 from anymla.bench.random_caches import shared_rows
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops.attention import sparse_attention

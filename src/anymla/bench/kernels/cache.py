@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall, backend
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.state_layout import allocate_states
@@ -48,7 +48,7 @@ _COMPRESSORS = (
 )
 
 
-def cases(tokens: Sequence[int] = TOKENS) -> Iterator[Case]:
+def cases(tokens: Sequence[int] = TOKENS) -> Iterator[TimedCall]:
     """Every operation at every number of tokens."""
     row = get_layout(MAIN_FP8).entry_bytes
     for count in tokens:
@@ -71,8 +71,8 @@ def cases(tokens: Sequence[int] = TOKENS) -> Iterator[Case]:
 
 def _case(
     label: str, setup: Callable[[], Callable[[], object]], bytes_moved: int, tokens: int
-) -> Case:
-    return Case(label, setup, bytes_moved, beside_copy=tokens > _DECODE)
+) -> TimedCall:
+    return TimedCall(label, setup, bytes_moved, beside_copy=tokens > _DECODE)
 
 
 def _table(positions: int) -> Tensor:
@@ -147,7 +147,9 @@ def _gather_rows(tokens: int) -> Callable[[], object]:
     )
 
 
-def _compressor_cases(kind: tuple[str, CompressorShape, str, bool], tokens: int) -> Iterator[Case]:
+def _compressor_cases(
+    kind: tuple[str, CompressorShape, str, bool], tokens: int
+) -> Iterator[TimedCall]:
     name, shape, layout, hadamard = kind
     window, entries = shape.window, shape.page_size
     ratio, dim, width, page = window.ratio, window.channels, window.width, window.page_size
@@ -210,6 +212,6 @@ def _compressor_cases(kind: tuple[str, CompressorShape, str, bool], tokens: int)
     label = f"compress_norm_rope_insert {size}, {layout}{' with Hadamard' if hadamard else ''}"
     setup = functools.partial(compress, tokens)
     if decoding and moved > 2**24:  # no longer a matter of latency
-        yield Case(label, setup, moved, beside_copy=True)
+        yield TimedCall(label, setup, moved, beside_copy=True)
     else:
         yield _case(label, setup, moved, tokens)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall, backend
 from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.engram.shapes import V41_FLASH, EngramShape
 
@@ -19,7 +19,7 @@ _FEW = 64
 _Call = Callable[[], object]
 
 
-def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Iterator[Case]:
+def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Iterator[TimedCall]:
     """Both operations at every number of tokens, and torch's beside them."""
     read = shape.columns * shape.width
     row = 2 * shape.hidden
@@ -35,8 +35,8 @@ def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Ite
             made = functools.partial(setup, count, shape)
             label = f"{name}, {count} tokens"
             ours = functools.partial(made, backend())
-            yield Case(label, ours, moved, beside_copy=count > _FEW)
-            yield Case(f"{label}, torch", functools.partial(made, "torch"), moved)
+            yield TimedCall(label, ours, moved, beside_copy=count > _FEW)
+            yield TimedCall(f"{label}, torch", functools.partial(made, "torch"), moved)
 
 
 def _rows(tokens: int, shape: EngramShape, backend: str | None) -> _Call:

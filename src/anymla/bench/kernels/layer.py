@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall, backend
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
@@ -49,7 +49,7 @@ def cases(
     tokens: Sequence[int] = TOKENS,
     linear_tokens: Sequence[int] = LINEAR_TOKENS,
     site_tokens: Sequence[int] = SITE_TOKENS,
-) -> Iterator[Case]:
+) -> Iterator[TimedCall]:
     """Every operation at every number of tokens; what gives codes in layers gives them here."""
     for count in site_tokens:
         yield from _site_cases(count)
@@ -62,11 +62,11 @@ def cases(
         yield from _expert_cases(count)
 
 
-def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> Case:
-    return Case(f"{label}, {tokens} tokens", setup, moved, beside_copy=tokens > _DECODE)
+def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> TimedCall:
+    return TimedCall(f"{label}, {tokens} tokens", setup, moved, beside_copy=tokens > _DECODE)
 
 
-def _site_cases(tokens: int) -> Iterator[Case]:
+def _site_cases(tokens: int) -> Iterator[TimedCall]:
     row = 2 * _HIDDEN
     streams, result = _STREAMS * row, row + _HIDDEN
     for name, setup, moved in (
@@ -82,7 +82,7 @@ def _site_cases(tokens: int) -> Iterator[Case]:
         yield _case(name, functools.partial(setup, tokens), moved, tokens)
 
 
-def _head_cases(tokens: int) -> Iterator[Case]:
+def _head_cases(tokens: int) -> Iterator[TimedCall]:
     values = tokens * _HEADS * _DIM
     angles = tokens * (8 + 4 * _ROPE)
     codes = values + values // 128 * 4
@@ -96,10 +96,10 @@ def _head_cases(tokens: int) -> Iterator[Case]:
         ("grouped_output_projection_fp8", _projected_codes, codes + weight + result),
     ):
         setup = functools.partial(projected, tokens)
-        yield Case(f"{name}, {tokens} tokens", setup, moved, flops)
+        yield TimedCall(f"{name}, {tokens} tokens", setup, moved, flops)
 
 
-def _linear_cases(tokens: int) -> Iterator[Case]:
+def _linear_cases(tokens: int) -> Iterator[TimedCall]:
     weight, activations = _HIDDEN * _HIDDEN, 2 * 2 * tokens * _HIDDEN
     flops = 2 * tokens * weight
     for kind, stored in (
@@ -110,20 +110,20 @@ def _linear_cases(tokens: int) -> Iterator[Case]:
     ):
         setup = functools.partial(_linear, kind, tokens)
         label = f"{kind} linear 4096 x 4096, {tokens} tokens"
-        yield Case(label, setup, stored + activations, flops)
+        yield TimedCall(label, setup, stored + activations, flops)
 
 
-def _expert_cases(tokens: int) -> Iterator[Case]:
+def _expert_cases(tokens: int) -> Iterator[TimedCall]:
     setup = functools.partial(_route, tokens)
     gate = 2 * _EXPERTS * _HIDDEN
     moved = gate + tokens * (2 * _HIDDEN + 8 * _CHOSEN)
-    yield Case(f"route_biased, {tokens} tokens", setup, moved)
+    yield TimedCall(f"route_biased, {tokens} tokens", setup, moved)
     used = min(_EXPERTS, tokens * _CHOSEN)
     matrices = 3 * _INNER * _HIDDEN
     moved = used * (matrices // 2 + matrices // 32) + tokens * 4 * _HIDDEN
     setup = functools.partial(_routed_experts, tokens)
     flops = 2 * tokens * _CHOSEN * matrices
-    yield Case(f"experts mxfp4, {tokens} tokens", setup, moved, flops)
+    yield TimedCall(f"experts mxfp4, {tokens} tokens", setup, moved, flops)
 
 
 def _normal(*shape: int) -> Tensor:
