@@ -1,4 +1,4 @@
-"""Times of functions that are compared with each other."""
+"""Times of functions that are compared with each other, and what rows say of them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,17 @@ def spread(times: list[float]) -> tuple[float, float]:
     ordered = sorted(times)
     last = len(ordered) - 1
     return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+
+
+def milliseconds(times: list[float], name: str = "ms") -> dict[str, float]:
+    """Fields of a row: median, 10th and 90th percentile of some seconds, in milliseconds."""
+    low, high = spread(times)
+    return {name: median(times) * 1e3, f"{name}_p10": low * 1e3, f"{name}_p90": high * 1e3}
+
+
+def microseconds(times: list[float]) -> dict[str, float]:
+    """The same fields in microseconds, to a tenth of one."""
+    return {name: round(1e3 * ms, 1) for name, ms in milliseconds(times, "us").items()}
 
 
 def interleaved(

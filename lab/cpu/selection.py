@@ -10,7 +10,7 @@ from anymla.bench.report import Result
 from anymla.formats.page_layout import INDEX_MXFP4, get_layout
 from anymla.layers.selection import TwoLevels, select_entries
 from anymla.testing.published import FLASH_41
-from lab.timing import interleaved, median, spread
+from lab.timing import interleaved, milliseconds
 
 PART = "selection within blocks, MXFP4 keys, one token"
 CONTEXTS = (16_384, 65_536, 262_144)
@@ -21,13 +21,10 @@ def selection(rounds: int) -> list[Result]:
     """Time contexts whose blocks hold all entries, a quarter and a sixteenth of them."""
     calls = {entries: _call(entries) for entries in CONTEXTS}
     times = interleaved({str(n): call for n, call in calls.items()}, rounds=rounds, block=1)
-    results = []
-    for entries in CONTEXTS:
-        taken = times[str(entries)]
-        low, high = spread(taken)
-        values = {"ms": median(taken) * 1e3, "ms_p10": low * 1e3, "ms_p90": high * 1e3}
-        results.append(Result(PART, f"{entries} entries", values))
-    return results
+    return [
+        Result(PART, f"{entries} entries", dict(milliseconds(times[str(entries)])))
+        for entries in CONTEXTS
+    ]
 
 
 def _call(entries: int) -> functools.partial[torch.Tensor]:

@@ -18,13 +18,12 @@ from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear
 from anymla.ops.moe import experts
 from anymla.ops.registry import Operation
-from lab.ceilings import MATMUL_FLOPS, square
+from lab.cpu.ceilings import COPY_BYTES, MATMUL_FLOPS, copy, product
 from lab.timing import interleaved, median
 
 PART = "weights read by products of few tokens, bf16"
 TOKENS = (1, 2, 4, 8, 16)
 _TARGET = 0.5
-_COPY_BYTES = 1 << 26
 # A weight of V4-Flash's layers, several of it, so that none is in the caches when it is its turn;
 # its experts, some of the 256, and those of a token.
 _ROWS, _COLUMNS, _WEIGHTS = 4096, 4096, 6
@@ -122,18 +121,11 @@ def _mixture(kind: str, bank: list[list[tuple[Tensor, ...]]], tokens: int) -> _W
 
 
 def _timed(name: str, tokens: int, work: _Work, rounds: int) -> Result:
-    matrix = square(torch.bfloat16)
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    functions: dict[str, Callable[[], object]] = {
-        "call": work.run,
-        "copy": lambda: target.copy_(source),
-        "product": functools.partial(torch.matmul, matrix, matrix),
-    }
+    functions = {"call": work.run, "copy": copy(), "product": product(torch.bfloat16)}
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times = interleaved(functions, rounds=rounds, block=_WEIGHTS, clock=clock)
     best = {key: min(each) for key, each in times.items()}
-    rate, copied = work.nbytes / best["call"] / 1e9, 2 * _COPY_BYTES / best["copy"] / 1e9
+    rate, copied = work.nbytes / best["call"] / 1e9, 2 * COPY_BYTES / best["copy"] / 1e9
     share = rate / copied
     asked = not name.startswith("bf16")
     return Result(

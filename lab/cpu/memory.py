@@ -15,7 +15,7 @@ from anymla.formats.state_layout import state_page_stride_bytes
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Request
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
-from lab.models import engine_with, load, prompt, tiny
+from lab.cpu.tiny_model import engine_with, load, prompt, tiny
 
 PART = "memory"
 _CACHE_TARGET = 0.02

@@ -13,9 +13,9 @@ from anymla.bench.report import Result
 from anymla.model.transformer import Transformer
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Request
-from lab.models import engine_with, load, prompt, tiny
+from lab.cpu.tiny_model import engine_with, load, prompt, tiny
 from lab.peers.transformers import Generation, Transformers
-from lab.timing import CountedCalls, interleaved, median, ratio_by_round, spread
+from lab.timing import CountedCalls, interleaved, median, milliseconds, ratio_by_round
 
 PART = "whole tiny model, 4 layers, ratios 0,4,128,4, batch 1"
 PROMPT_TOKENS = 700
@@ -77,12 +77,9 @@ def decode(directory: Path, rounds: int) -> list[Result]:
         calls[name] = counted.count / _COUNTED
     results = []
     for name in runs:
-        low, high = spread(times[name])
         values: dict[str, Any] = {
             "prefill_ms": prefill[name] * 1e3,
-            "decode_ms": median(times[name]) * 1e3,
-            "decode_ms_p10": low * 1e3,
-            "decode_ms_p90": high * 1e3,
+            **milliseconds(times[name], "decode_ms"),
             "tokens_per_s": 1 / median(times[name]),
             "torch_calls": calls[name],
             "clock": "process_time",
