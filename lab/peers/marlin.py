@@ -141,27 +141,8 @@ def pack_codes(codes: Tensor) -> Tensor:
     return (words[..., 0] | words[..., 1] << 4).view(torch.int32).view(2 * half // _TILE, 2 * n)
 
 
-def unpack_codes(packed: Tensor) -> Tensor:
-    """Invert ``pack_codes``."""
-    n, k = packed.shape[1] // 2, _TILE * packed.shape[0]
-    bytes_ = packed.contiguous().view(torch.uint8)
-    order = _code_order(packed.device)
-    words = torch.stack((bytes_ & 15, bytes_ >> 4), -1).reshape(-1, len(order))
-    tiles = torch.empty_like(words)
-    tiles[:, order] = words
-    tiles = tiles.view(k // _TILE, n // _TILE, _TILE, _TILE).transpose(1, 2)
-    values = tiles.reshape(k, n).T.reshape(n, k // 2, 2)
-    return values[..., 0] | values[..., 1] << 4
-
-
 def pack_scales(scales: Tensor) -> Tensor:
     """Scales [N, K/32] as e8m0 [K/32, N], rows in the order that a thread reads."""
     steps = scales.T.reshape(-1, 8, 8).transpose(1, 2).reshape(-1, 4)
     in_order = steps[:, [0, 2, 1, 3]].reshape(scales.shape[1], scales.shape[0])
     return in_order.contiguous().view(torch.float8_e8m0fnu)
-
-
-def unpack_scales(packed: Tensor) -> Tensor:
-    """Invert ``pack_scales``."""
-    steps = packed.contiguous().view(torch.uint8).view(-1, 4)[:, [0, 2, 1, 3]]
-    return steps.reshape(-1, 8, 8).transpose(1, 2).reshape(packed.shape).T

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from layer_chain import LayerChain
 
 from anymla.bench.layer_setup import LayerSetup
 from anymla.layers.side_stream import INLINE, SideStream
-from lab.layer_chain import LayerChain
 
 SMALL = {
     "hidden_size": 256,
