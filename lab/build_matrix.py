@@ -21,7 +21,6 @@ import importlib
 import itertools
 import multiprocessing
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -36,7 +35,6 @@ from unittest import mock
 
 import torch
 
-import anymla.ops
 from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.xpu_code import missing
 from anymla.child_process import same_modules, working_directory_shut_out
@@ -45,6 +43,7 @@ from crossrun.targets import backend_problem
 from lab import xpu_code
 from lab.build import Build, Judgement
 from lab.compiled import compiled
+from lab.kernel_files import SHARED, kernel_modules
 from lab.launches import (
     derived_builds,
     judged,
@@ -56,8 +55,6 @@ from lab.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrival
 TIME_LIMIT_S = 240
 # Registers of Arc A, half as large as others', that any kernel may spill; none of Intel's others.
 _ARC_A_SPILLS = 64
-# In place of a family's name.
-SHARED = "shared"
 # Tokens that decode layers are called with: both sides of choices that depend on them.
 LAYER_TOKENS = (1, 32, 64, 128, 256, 257, 8192, 8193)
 _CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")
@@ -95,23 +92,6 @@ class Job:
         """The fields of a recorded row that name it."""
         names = ("module", "target", "number", "label", "digest")
         return {name: getattr(self, name) for name in names}
-
-
-def kernel_modules() -> dict[str, list[str]]:
-    """Dotted names of all files of Triton and Gluon kernels by family, SHARED for those of many."""
-    prefixes = ("triton_", "gluon_") if has_gluon() else ("triton_",)
-    found, shared = {}, []
-    for each in pkgutil.iter_modules(anymla.ops.__path__):
-        path = f"anymla.ops.{each.name}"
-        if each.ispkg:
-            found[each.name] = [
-                f"{path}.{module.name}"
-                for module in pkgutil.iter_modules(importlib.import_module(path).__path__)
-                if module.name.startswith(prefixes)
-            ]
-        elif each.name.startswith("_triton_"):
-            shared.append(path)
-    return {**found, SHARED: shared}
 
 
 def problem_of(target: Target) -> str:

@@ -27,9 +27,9 @@ from anymla.runtime.graphs import Graph
 from anymla.runtime.options import DecodeMode
 from anymla.testing.published import FLASH_0731, PRO_0813
 from anymla.testing.tiny_options import TinyOptions, tiny_config
-from lab.model_steps import engine_at
+from lab.model_steps import engine_at, timed_steps, wait
 from lab.step_parts import DRAFT, StepParts, profiled, step_parts
-from lab.timing import median, spread
+from lab.timing import median, microseconds
 
 MODEL, SUMS, STEP = "full size, model", "full size, sums over ranks", "full size, step"
 # "tiny" is what make-tiny writes.
@@ -99,7 +99,7 @@ def model_made(make: Callable[[], Transformer], label: str) -> tuple[Transformer
     """A model, how long making it took, and the memory of the rank that has most."""
     begin = time.perf_counter()
     model = make()
-    _wait(model.device)
+    wait(model.device)
     elapsed = time.perf_counter() - begin
     parameters = _nbytes(model)
     values = {
@@ -199,20 +199,9 @@ def _measured(engine: Engine, batch: int, count: int) -> tuple[dict[str, Any], l
     begin = time.perf_counter()
     engine.warm_up(only=functools.partial(_wanted, engine, batch))
     ready = time.perf_counter() - begin
-    for _ in range(_FIRST_STEPS):
-        engine.step()
-    _wait(model.device)
-    times, tokens = [], 0
-    for _ in range(count):
-        start = time.perf_counter()
-        report = engine.step()
-        times.append(time.perf_counter() - start)
-        tokens += sum(map(len, report.new_tokens.values()))
-    low, high = spread(times)
+    times, tokens = timed_steps(engine, _FIRST_STEPS, count)
     values: dict[str, Any] = {
-        "us": round(median(times) * 1e6, 1),
-        "us_p10": round(low * 1e6, 1),
-        "us_p90": round(high * 1e6, 1),
+        **microseconds(times),
         "tokens_a_step": round(tokens / batch / count, 2),
         "warm_up_s": round(ready, 1),
     }
@@ -259,17 +248,12 @@ def _time(graph: Graph, device: torch.device) -> float:
     graph()
     times = []
     for _ in range(_REPLAYS):
-        _wait(device)
+        wait(device)
         start = time.perf_counter()
         graph()
-        _wait(device)
+        wait(device)
         times.append(time.perf_counter() - start)
     return median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _nbytes(model: Transformer) -> int:

@@ -23,10 +23,11 @@ import torch
 import anymla.ops
 import lab.builds
 from anymla.ops import device as device_facts
-from anymla.ops.device import INTERPRETED, Target, has_gluon
+from anymla.ops.device import INTERPRETED, Target
 from anymla.ops.registry import Operation, Support
 from crossrun.targets import triton_target
 from lab.build import Build
+from lab.kernel_files import kernel_modules
 
 META = torch.device("meta")
 Key = tuple[Any, ...]
@@ -190,13 +191,10 @@ def _forget_devices() -> None:
 
 def _import_kernels() -> None:
     """Import all kernel files, so that the functions they import from others are known."""
-    prefixes = ("triton_", "gluon_") if has_gluon() and not INTERPRETED else ("triton_",)
-    for family in pkgutil.iter_modules(anymla.ops.__path__, "anymla.ops."):
-        if family.ispkg:
-            paths = importlib.import_module(family.name).__path__
-            for module in pkgutil.iter_modules(paths, f"{family.name}."):
-                if module.name.rpartition(".")[2].startswith(prefixes):
-                    importlib.import_module(module.name)
+    for names in kernel_modules().values():
+        for name in names:
+            if not (INTERPRETED and ".gluon_" in name):
+                importlib.import_module(name)
 
 
 def derived_families() -> list[str]:

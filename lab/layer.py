@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import itertools
-import pkgutil
 from collections.abc import Iterable, Iterator
 
 import torch
 
-import anymla.ops
 from anymla.bench.gpu_timing import sums
 from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
 from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
@@ -20,6 +17,7 @@ from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.device_step import Reads
 from anymla.runtime.options import EngineOptions
+from lab.kernel_files import family_of
 from lab.layer_rival import compile_unfused, rival_kernels
 from lab.layer_work import layer_work
 from lab.peers.deep_gemm import DeepGemm
@@ -167,7 +165,7 @@ def _subjects(
             "weights_mb": work.weight_bytes / 1e6,
             "caches_mb": work.cache_bytes / 1e6,
             "visited_experts": visited,
-            "parts_us": sums((family(name), taken) for name, taken in kernels),
+            "parts_us": sums((family_of(name), taken) for name, taken in kernels),
             "kernels_us": {
                 name: [sum(name == other[:_NAME] for other, _ in kernels), taken]
                 for name, taken in sums((name[:_NAME], taken) for name, taken in kernels).items()
@@ -181,7 +179,7 @@ def _subjects(
 
         def seen(_: float) -> Values:
             kernels = clock.kernel_times(theirs[0])
-            parts = sums((family(name), taken) for name, taken in kernels)
+            parts = sums((family_of(name), taken) for name, taken in kernels)
             return {"others_launches": len(kernels), "others_parts_us": parts}
 
         within = functools.partial(rival_kernels, *others)
@@ -200,26 +198,3 @@ def _row(case: LayerCase, values: Values) -> tuple[Values, Verdict]:
     verdict = (words, us <= allowed) if case.batch <= 8 else None
     digits = dict.fromkeys(("us", "others_us", "roofline_us", "weights_mb", "caches_mb"), 1)
     return rounded(values, digits | {"times_others": 2, "share_of_roofline": 3}), verdict
-
-
-def family(kernel: str) -> str:
-    """The family of operations that a kernel belongs to; "torch" for torch's and the vendor's."""
-    return _families().get(kernel, "torch")
-
-
-_FOUND: dict[str, str] = {}
-
-
-def _families() -> dict[str, str]:
-    """Family of every kernel of the package by its name."""
-    if not _FOUND:
-        for found in pkgutil.iter_modules(anymla.ops.__path__):
-            if not found.ispkg:
-                continue
-            path = importlib.import_module(f"anymla.ops.{found.name}").__path__
-            for module in pkgutil.iter_modules(path, f"anymla.ops.{found.name}."):
-                if "triton_" in module.name or "gluon_" in module.name:
-                    for name in vars(importlib.import_module(module.name)):
-                        if name.endswith("_kernel"):
-                            _FOUND.setdefault(name, found.name)
-    return _FOUND

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anymla.bench.gpu_timing import kernel_times, sums
+from anymla.bench.gpu_timing import GraphClock, sums
 from anymla.bench.layer_setup import MODELS
 from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights
@@ -29,8 +29,8 @@ from anymla.runtime.request import Request
 from anymla.runtime.sampler import best_tokens
 from anymla.runtime.scoring import token_logprobs
 from anymla.testing.published import FLASH_41
-from lab.layer import family
-from lab.timing import median, spread
+from lab.kernel_files import family_of
+from lab.timing import median, microseconds
 
 WHOLE: dict[str, dict[str, Any]] = MODELS | {"flash-41": FLASH_41}
 PART = "whole model, random weights, decode step"
@@ -144,20 +144,17 @@ def decode_steps(
             start = time.perf_counter()
             engine = engine_at(model, batch, context, _FIRST_STEPS + steps, mode, kv_cache=kv_cache)
             _compile_ahead(model, engine.store, batch, engine.options.max_seq_len)
-            times = _times(engine, steps)
+            times, _ = timed_steps(engine, _FIRST_STEPS, steps)
             elapsed = time.perf_counter() - start
             tokens = [engine.state(str(number)).generated for number in range(batch)]
             wanted = wanted or tokens
-            low, high = spread(times)
             same = sum(map(list.__eq__, tokens, wanted))
             exact = mode != "plain"
             result = Result(
                 PART,
                 f"{label}, batch {batch}, context {context}, {mode}",
                 {
-                    "us": round(median(times) * 1e6, 1),
-                    "us_p10": round(low * 1e6, 1),
-                    "us_p90": round(high * 1e6, 1),
+                    **microseconds(times),
                     "tokens_per_s": round(batch / median(times), 1),
                     "same_tokens": f"{same} of {batch}",
                     "all_s": round(elapsed, 1),
@@ -262,20 +259,28 @@ def _kernels(engine: Engine) -> dict[str, object]:
     """Launches of a step, and the microseconds of its kernels by family."""
     if engine.store.device.type == "cpu":
         return {}
-    kernels = kernel_times(engine.step)
+    kernels = GraphClock().kernel_times(engine.step)
     return {
         "launches": len(kernels),
-        "parts_us": sums((family(name), taken) for name, taken in kernels),
+        "parts_us": sums((family_of(name), taken) for name, taken in kernels),
     }
 
 
-def _times(engine: Engine, steps: int) -> list[float]:
-    """Seconds of decode steps."""
-    for _ in range(_FIRST_STEPS):
+def timed_steps(engine: Engine, first: int, count: int) -> tuple[list[float], int]:
+    """Seconds of each of ``count`` steps after the ``first`` ones, and the tokens they chose."""
+    for _ in range(first):
         engine.step()
-    times = []
-    for _ in range(steps):
+    wait(engine.model.device)
+    times, tokens = [], 0
+    for _ in range(count):
         start = time.perf_counter()
-        engine.step()
+        report = engine.step()
         times.append(time.perf_counter() - start)
-    return times
+        tokens += sum(map(len, report.new_tokens.values()))
+    return times, tokens
+
+
+def wait(device: torch.device) -> None:
+    """Wait for everything that was launched on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
-from lab.layer import family
+from lab.kernel_files import family_of
+from lab.trace import Event, end_of, traced
 
 DRAFT, BETWEEN, GAPS, HEAD = "draft", "between graphs", "gaps in graphs", "head and choice"
 # Parts of the package's kernels by their family.
@@ -70,21 +64,12 @@ class StepParts:
     launches: float
 
 
-def profiled(step: Callable[[], object], count: int) -> list[dict[str, Any]]:
+def profiled(step: Callable[[], object], count: int) -> list[Event]:
     """The trace events of some steps on the current CUDA device, and of one step behind them."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(count + 1):
-            step()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        seen.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return events
+    return traced(lambda: [step() for _ in range(count + 1)])
 
 
-def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) -> StepParts | None:
+def step_parts(events: Iterable[Event], count: int, *, drafts: bool) -> StepParts | None:
     """Take steps apart; None if the trace does not show their graphs.
 
     Args:
@@ -110,7 +95,7 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
     draft_parts: dict[str, float] = collections.defaultdict(float)
     last, before, launches = begin, None, 0
     for event in kernels:
-        start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        start, stop = float(event["ts"]), end_of(event)
         if not begin <= start < end:
             continue
         launches += 1
@@ -135,28 +120,28 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
     )
 
 
-def _chosen(kernels: Sequence[dict[str, Any]]) -> float:
+def _chosen(kernels: Sequence[Event]) -> float:
     """When the backbone's tokens have been chosen: its choice is the first of a graph."""
     for event, following in zip(kernels, [*kernels[1:], None], strict=True):
-        if family(str(event["name"])) == "choice" and (
-            following is None or family(str(following["name"])) != "choice"
+        if family_of(str(event["name"])) == "choice" and (
+            following is None or family_of(str(following["name"])) != "choice"
         ):
             return float(event["ts"])
     return math.inf
 
 
-def _head(kernels: Sequence[dict[str, Any]], before: float) -> float:
+def _head(kernels: Sequence[Event], before: float) -> float:
     """When the streams have been collapsed for the last time in a graph, before some time."""
     collapses = [
         float(event["ts"])
         for event in kernels
-        if family(str(event["name"])) == "hyper_connection" and float(event["ts"]) < before
+        if family_of(str(event["name"])) == "hyper_connection" and float(event["ts"]) < before
     ]
     return collapses[-1] + 1e-3 if collapses else math.inf
 
 
 def _part(name: str) -> str:
-    known = FAMILIES.get(family(name))
+    known = FAMILIES.get(family_of(name))
     if known is not None:
         return known
     low = name.lower()

@@ -16,7 +16,8 @@ from anymla.ops.attention import sparse_attention
 from anymla.ops.indexer import paged_mqa_logits
 from anymla.runtime.device_step import Reads
 from lab import layer
-from lab.layer import cases, compile_ahead, family, layer_case, layer_cases
+from lab.kernel_files import family_of
+from lab.layer import cases, compile_ahead, layer_case, layer_cases
 from lab.layer_rival import rival_kernels
 from lab.layer_work import layer_work
 from lab.model_steps import decode_steps, engine_at, padding_step, random_model
@@ -110,9 +111,9 @@ def test_every_combination_is_a_case():
 
 def test_kernels_are_known_by_their_family():
     pytest.importorskip("triton")
-    assert family("decode_kernel") == "attention"
-    assert family("mix_kernel") == "hyper_connection"
-    assert family("nvjet_tst_128x64") == "torch"
+    assert family_of("decode_kernel") == "attention"
+    assert family_of("mix_kernel") == "hyper_connection"
+    assert family_of("nvjet_tst_128x64") == "torch"
 
 
 class _StandIn:

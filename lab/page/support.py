@@ -6,8 +6,9 @@ import collections
 from collections.abc import Sequence
 
 from anymla.ops.device import TARGETS
-from lab.build_matrix import SHARED
+from lab.kernel_files import SHARED
 from lab.page.rows import Row
+from lab.page.table import Table, markdown
 
 
 def support_table(rows: Sequence[Row]) -> list[str]:
@@ -28,14 +29,11 @@ def support_table(rows: Sequence[Row]) -> list[str]:
     families = sorted({family for family, _ in built})
     recorded = {target for _, target in built}
     targets = [name for name in TARGETS if name in recorded]
-    lines = [
-        "| operations | " + " | ".join(targets) + " |",
-        "|---" * (len(targets) + 1) + "|",
+    body = [
+        [family, *(_cell(built[family, name], ran.get((family, name))) for name in targets)]
+        for family in families
     ]
-    for family in families:
-        cells = [_cell(built[family, target], ran.get((family, target))) for target in targets]
-        lines.append(f"| {family} | " + " | ".join(cells) + " |")
-    return lines
+    return markdown(Table(["operations", *targets], body, source=""))
 
 
 def _family(module: str) -> str:
