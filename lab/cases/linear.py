@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import copies_for
+from anymla.bench.random_weights import random_e4m3
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
 from anymla.formats.fp8_block import FP8_BLOCK, quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
@@ -109,8 +110,7 @@ def _random_weights(
     groups, n, k = max(1, shape.groups), shape.n, shape.k
     made = []
     for _ in range(max(_LAYERS, copies_for(shape.elements))):
-        codes = torch.randint(0, 256, (groups, n, k), dtype=torch.uint8, device=device)
-        codes[(codes & 127) == 127] = 0  # no NaN
+        codes = random_e4m3(groups, n, k, device=device)
         scales = torch.randint(118, 124, (groups, n // block, k // block), device=device)
         made.append((codes, torch.exp2(scales.float() - 127)))
     return made

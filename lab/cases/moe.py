@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import sums
+from anymla.bench.random_weights import random_experts
 from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.moe import experts
 from anymla.ops.moe.config import choose_w4a8_config
@@ -91,23 +92,6 @@ def cases(
                 functools.partial(_subjects, given, batch),
                 judge=_row,
             )
-
-
-def random_experts(count: int, d: int, inner: int, device: torch.device) -> dict[str, Any]:
-    """MXFP4 weights of random codes, with scales around those of released weights."""
-
-    def random(low: int, high: int, *shape: int) -> list[Tensor]:
-        made = torch.randint(low, high, (count, *shape), dtype=torch.uint8, device=device)
-        return list(made)
-
-    return {
-        "w1": random(0, 256, inner, d // 2),
-        "w3": random(0, 256, inner, d // 2),
-        "w2": random(0, 256, d, inner // 2),
-        "s1": random(116, 121, inner, d // 32),
-        "s3": random(116, 121, inner, d // 32),
-        "s2": random(116, 121, d, inner // 32),
-    }
 
 
 def _subjects(given: _Given, tokens: int, clock: Clock) -> Iterator[Subject]:

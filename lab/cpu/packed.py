@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.bench.random_weights import random_e4m3
 from anymla.bench.report import Result
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
@@ -75,8 +76,7 @@ def _weight(kind: str, rows: int, columns: int) -> tuple[Tensor, ...]:
     if kind == "bf16":
         return (torch.randn(rows, columns).bfloat16(),)
     if kind == "fp8":
-        codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
-        codes[(codes & 0x7F) == 0x7F] = 0
+        codes = random_e4m3(rows, columns)
         shape = rows // FP8_BLOCK, columns // FP8_BLOCK
     else:
         codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)

@@ -6,8 +6,9 @@ import functools
 
 import torch
 
+from anymla.bench.random_caches import random_rows
 from anymla.bench.report import Result
-from anymla.formats.page_layout import INDEX_MXFP4, get_layout
+from anymla.formats.page_layout import INDEX_MXFP4
 from anymla.layers.selection import TwoLevels, select_entries
 from anymla.testing.published import FLASH_41
 from lab.timing import interleaved, milliseconds
@@ -33,8 +34,7 @@ def _call(entries: int) -> functools.partial[torch.Tensor]:
     heads, width = text["index_n_heads"], text["index_topk"]
     size, kept = text["candidate_block_size"], text["candidate_topk_blocks"]
     pages = entries // _PAGE
-    cache = get_layout(INDEX_MXFP4).allocate(pages, _PAGE)
-    get_layout(INDEX_MXFP4).write(cache, torch.arange(entries), torch.randn(entries, 128))
+    cache = random_rows(INDEX_MXFP4, entries, _PAGE)
     blocks = torch.randperm(entries // size)[:kept].sort().values
     blocks[-1] = entries // size - 1  # the newest is always kept
     return functools.partial(

@@ -17,6 +17,42 @@ from anymla.model.schema import expected_linears, expected_plain, expected_table
 _E4M3_RMS, _E2M1_RMS = 60.0, 3.0
 
 
+def random_e4m3(*shape: int, device: torch.device | None = None) -> Tensor:
+    """Codes of e4m3 numbers, evenly drawn, NaN left out."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    return codes
+
+
+def random_experts(
+    count: int, d: int, inner: int, device: torch.device | None = None
+) -> dict[str, list[Tensor]]:
+    """MXFP4 weights of random codes, with scales around those of released weights.
+
+    Args:
+        count: number of experts.
+        d: width of the layer's rows.
+        inner: width of the rows between an expert's two products.
+        device: device that holds the weights; None for torch's default.
+
+    Returns:
+        Keyword arguments of ``experts``: w1, w3, w2, and their scales s1, s3, s2.
+    """
+
+    def random(low: int, high: int, *shape: int) -> list[Tensor]:
+        made = torch.randint(low, high, (count, *shape), dtype=torch.uint8, device=device)
+        return list(made)
+
+    return {
+        "w1": random(0, 256, inner, d // 2),
+        "w3": random(0, 256, inner, d // 2),
+        "w2": random(0, 256, d, inner // 2),
+        "s1": random(116, 121, inner, d // 32),
+        "s3": random(116, 121, inner, d // 32),
+        "s2": random(116, 121, d, inner // 32),
+    }
+
+
 class RandomWeights:
     """Readers for ``Builder``: FP4 experts, FP8 for most other linear layers, as released.
 

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from anymla.ops.device import INTERPRETED
 
@@ -19,6 +20,11 @@ from anymla.ops.device import INTERPRETED
 def backend() -> str | None:
     """The portable kernels where there is a GPU; on a CPU what operations choose there."""
     return "triton" if INTERPRETED or torch.accelerator.is_available() else None
+
+
+def normal(*size: int) -> Tensor:
+    """Bfloat16 activations of a normal distribution, on torch's default device."""
+    return torch.randn(size, dtype=torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)

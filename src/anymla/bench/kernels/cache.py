@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import TimedCall, backend
+from anymla.bench.kernels import TimedCall, backend, normal
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.state_layout import allocate_states
@@ -81,10 +81,6 @@ def _table(positions: int) -> Tensor:
     )
 
 
-def _normal(*size: int) -> Tensor:
-    return torch.randn(size, dtype=torch.bfloat16)
-
-
 def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """A cache for that many rows, the pages of one request in any order, and the rows' slots."""
     pages = -(-rows // PAGE_SIZE)
@@ -98,28 +94,28 @@ def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rms_norm(tokens: int) -> Callable[[], object]:
-    x, weight = _normal(tokens, V4_FLASH.hidden), _normal(V4_FLASH.hidden)
+    x, weight = normal(tokens, V4_FLASH.hidden), normal(V4_FLASH.hidden)
     return lambda: rms_norm(x, weight, _EPS, backend=backend())
 
 
 def _fused_norms(tokens: int) -> Callable[[], object]:
-    qr, kv = _normal(tokens, _RANK + _DIM).split((_RANK, _DIM), dim=1)
-    weights = _normal(_RANK), _normal(_DIM)
+    qr, kv = normal(tokens, _RANK + _DIM).split((_RANK, _DIM), dim=1)
+    weights = normal(_RANK), normal(_DIM)
     quantised = QuantizedRows.empty(tokens, _RANK, qr.device)
     codes = {"codes": quantised.codes, "code_scales": quantised.scales}
     return lambda: fused_q_kv_rmsnorm(qr, kv, *weights, _EPS, **codes, backend=backend())
 
 
 def _rope(tokens: int) -> Callable[[], object]:
-    x, positions, table = _normal(tokens, _HEADS, _DIM), torch.arange(tokens), _table(tokens)
+    x, positions, table = normal(tokens, _HEADS, _DIM), torch.arange(tokens), _table(tokens)
     return lambda: rope(x, positions, table, inverse=True, backend=backend())
 
 
 def _qnorm_insert(tokens: int) -> Callable[[], object]:
     q, kv, out = (
-        _normal(tokens, _HEADS, _DIM),
-        _normal(tokens, _DIM),
-        _normal(tokens, _HEADS, _DIM),
+        normal(tokens, _HEADS, _DIM),
+        normal(tokens, _DIM),
+        normal(tokens, _HEADS, _DIM),
     )
     (cache, _, slots), table = _pages(tokens), _table(tokens)
     positions = torch.arange(tokens)
@@ -129,18 +125,18 @@ def _qnorm_insert(tokens: int) -> Callable[[], object]:
 
 
 def _insert(tokens: int) -> Callable[[], object]:
-    (cache, _, slots), rows = _pages(tokens), _normal(tokens, _DIM)
+    (cache, _, slots), rows = _pages(tokens), normal(tokens, _DIM)
     return lambda: quantize_and_insert_k_cache(rows, cache, slots, backend=backend())
 
 
 def _gather_slots(tokens: int) -> Callable[[], object]:
-    (cache, _, slots), out = _pages(tokens), _normal(tokens, _DIM)
+    (cache, _, slots), out = _pages(tokens), normal(tokens, _DIM)
     indices = slots.int()
     return lambda: dequant_gather_slots(out, cache, indices, backend=backend())
 
 
 def _gather_rows(tokens: int) -> Callable[[], object]:
-    (cache, table, _), out = _pages(tokens), _normal(1, tokens, _DIM)
+    (cache, table, _), out = _pages(tokens), normal(1, tokens, _DIM)
     lengths = torch.full((1,), tokens, dtype=torch.int32)
     return lambda: dequantize_and_gather_k_cache(
         out, cache, lengths, None, table.unsqueeze(0), backend=backend()

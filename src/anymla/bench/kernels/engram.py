@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from anymla.bench.kernels import TimedCall, backend
+from anymla.bench.kernels import TimedCall, backend, normal
 from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.engram.shapes import V41_FLASH, EngramShape
 
@@ -48,7 +48,7 @@ def _rows(tokens: int, shape: EngramShape, backend: str | None) -> _Call:
 
 
 def _gate(tokens: int, shape: EngramShape, backend: str | None) -> _Call:
-    h = torch.randn(tokens, shape.streams, shape.hidden, dtype=torch.bfloat16)
-    projected = torch.randn(tokens, (shape.streams + 1) * shape.hidden, dtype=torch.bfloat16)
+    h = normal(tokens, shape.streams, shape.hidden)
+    projected = normal(tokens, (shape.streams + 1) * shape.hidden)
     weight = 1 + 0.1 * torch.randn(shape.streams, shape.hidden)
     return functools.partial(engram_gate, h, projected, weight, eps=1e-20, backend=backend)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import TimedCall, backend
+from anymla.bench.kernels import TimedCall, backend, normal
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.ops.indexer import (
     indexer_q_rope_quant,
@@ -44,8 +44,8 @@ def _queries() -> Iterator[TimedCall]:
     for tokens in (1, 64, 4096):
 
         def setup(tokens: int = tokens) -> Callable[[], object]:
-            q = torch.randn(tokens, _HEADS, _WIDTH, dtype=torch.bfloat16)
-            weights = torch.randn(tokens, _HEADS, dtype=torch.bfloat16)
+            q = normal(tokens, _HEADS, _WIDTH)
+            weights = normal(tokens, _HEADS)
             positions = torch.randint(0, 65_536, (tokens,))
             table = torch.rand(65_536, 64)
             return lambda: indexer_q_rope_quant(

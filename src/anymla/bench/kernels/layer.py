@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import TimedCall, backend
+from anymla.bench.kernels import TimedCall, backend, normal
+from anymla.bench.random_weights import random_experts
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
@@ -126,14 +127,10 @@ def _expert_cases(tokens: int) -> Iterator[TimedCall]:
     yield TimedCall(f"experts mxfp4, {tokens} tokens", setup, moved, flops)
 
 
-def _normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16)
-
-
 def _site(tokens: int) -> dict[str, Any]:
     fn = torch.randn(_MIXES, _STREAMS * _HIDDEN) / 128
     return {
-        "h": _normal(tokens, _STREAMS, _HIDDEN),
+        "h": normal(tokens, _STREAMS, _HIDDEN),
         "fn": fn,
         "base": torch.randn(_MIXES),
         "scale": torch.ones(3),
@@ -142,7 +139,7 @@ def _site(tokens: int) -> dict[str, Any]:
 
 def _left(tokens: int) -> dict[str, Any]:
     return {
-        "u": _normal(tokens, _HIDDEN),
+        "u": normal(tokens, _HIDDEN),
         "post": torch.rand(tokens, _STREAMS),
         "comb": torch.rand(tokens, _STREAMS, _STREAMS),
     }
@@ -154,7 +151,7 @@ def _codes(tokens: int, width: int) -> dict[str, Any]:
 
 
 def _norm(tokens: int) -> dict[str, Any]:
-    return {"norm_weight": _normal(_HIDDEN), **_codes(tokens, _HIDDEN)}
+    return {"norm_weight": normal(_HIDDEN), **_codes(tokens, _HIDDEN)}
 
 
 def _pre(tokens: int) -> _Call:
@@ -163,7 +160,7 @@ def _pre(tokens: int) -> _Call:
 
 
 def _post(tokens: int) -> _Call:
-    h = _normal(tokens, _STREAMS, _HIDDEN)
+    h = normal(tokens, _STREAMS, _HIDDEN)
     return functools.partial(hc_post, h=h, **_left(tokens), backend=backend())
 
 
@@ -179,7 +176,7 @@ def _head(tokens: int) -> _Call:
 
 
 def _swiglu(tokens: int) -> _Call:
-    gate, up = (_normal(tokens, _INNER) for _ in range(2))
+    gate, up = (normal(tokens, _INNER) for _ in range(2))
     codes = _codes(tokens, _INNER)
     return functools.partial(swiglu, gate, up, 10.0, **codes, backend=backend())
 
@@ -187,7 +184,7 @@ def _swiglu(tokens: int) -> _Call:
 def _heads(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     positions = torch.arange(tokens)
     table = torch.rand(max(2, tokens), _ROPE)
-    return _normal(tokens, _HEADS, _DIM), positions, table
+    return normal(tokens, _HEADS, _DIM), positions, table
 
 
 def _quantised_heads(tokens: int) -> _Call:
@@ -196,7 +193,7 @@ def _quantised_heads(tokens: int) -> _Call:
 
 
 def _projected(tokens: int) -> _Call:
-    wo_a = _normal(_GROUPS, _RANK, _HEADS // _GROUPS * _DIM)
+    wo_a = normal(_GROUPS, _RANK, _HEADS // _GROUPS * _DIM)
     heads = _heads(tokens)
     return functools.partial(grouped_output_projection, *heads, wo_a, backend=backend())
 
@@ -214,7 +211,7 @@ def _projected_codes(tokens: int) -> _Call:
 
 
 def _linear(kind: str, tokens: int) -> _Call:
-    x = _normal(tokens, _HIDDEN)
+    x = normal(tokens, _HIDDEN)
     weight = torch.randn(_HIDDEN, _HIDDEN)
     if kind == "nvfp4":
         return functools.partial(nvfp4_linear, x, *quantize_nvfp4(weight), backend=backend())
@@ -228,30 +225,19 @@ def _linear(kind: str, tokens: int) -> _Call:
 
 
 def _route(tokens: int) -> _Call:
-    x, gate = _normal(tokens, _HIDDEN), _normal(_EXPERTS, _HIDDEN)
+    x, gate = normal(tokens, _HIDDEN), normal(_EXPERTS, _HIDDEN)
     bias = torch.zeros(_EXPERTS)
     return functools.partial(route_biased, x, gate, bias, k=_CHOSEN, scale=1.5, backend=backend())
 
 
-def _routed_experts(tokens: int, count: int = _EXPERTS) -> _Call:
-    def codes(*shape: int) -> list[Tensor]:
-        return list(torch.randint(0, 256, (count, *shape), dtype=torch.uint8))
-
-    def scales(*shape: int) -> list[Tensor]:
-        return list(torch.full((count, *shape), 120, dtype=torch.uint8))
-
-    ids = torch.rand(tokens, count).argsort(1)[:, :_CHOSEN].int()
+def _routed_experts(tokens: int) -> _Call:
+    ids = torch.rand(tokens, _EXPERTS).argsort(1)[:, :_CHOSEN].int()
     return functools.partial(
         experts,
-        _normal(tokens, _HIDDEN),
+        normal(tokens, _HIDDEN),
         ids,
         torch.rand(tokens, _CHOSEN),
-        codes(_INNER, _HIDDEN // 2),
-        codes(_INNER, _HIDDEN // 2),
-        codes(_HIDDEN, _INNER // 2),
-        scales(_INNER, _HIDDEN // 32),
-        scales(_INNER, _HIDDEN // 32),
-        scales(_HIDDEN, _INNER // 32),
+        **random_experts(_EXPERTS, _HIDDEN, _INNER),
         weight_format="mxfp4",
         swiglu_limit=10.0,
         quantize_activations=False,
