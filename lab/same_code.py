@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from anymla.bench.report import read_lines
 from anymla.ops.device import TARGETS
 from lab import build_matrix
 from lab.build_matrix import Job
@@ -142,12 +141,3 @@ class _without_assembler:
 
     def __exit__(self, *_: object) -> None:
         self._compiler.add_stages = self._stages
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a record.
-
-    Raises:
-        ValueError: a line is no JSON object, or it is no file.
-    """
-    return read_lines(path)
