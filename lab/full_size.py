@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from anymla.bench.random_weights import RandomWeights
 from anymla.bench.report import Result
 from anymla.layers.ranks import Ranks
-from anymla.model.build import Builder
 from anymla.model.config import ModelConfig
 from anymla.model.transformer import Transformer
 from anymla.runtime.bucket import Bucket
@@ -70,29 +68,6 @@ def drafting_config(
             "n_routed_experts": experts or values["n_routed_experts"],
         }
     )
-
-
-def random_share(
-    config: ModelConfig,
-    device: torch.device,
-    ranks: Ranks,
-    *,
-    dtype: torch.dtype,
-    seed: int = 0,
-    share_channels: bool | None = None,
-) -> Transformer:
-    """A rank's share of a model of random weights, which is the same model for any ranks."""
-    weights = RandomWeights(config, device, seed=seed)
-    return Builder(
-        config,
-        weights.tensor,
-        weights.linear,
-        dtype=dtype,
-        device=device,
-        backend=None,
-        ranks=ranks,
-        share_channels=share_channels,
-    ).transformer()
 
 
 def model_made(make: Callable[[], Transformer], label: str) -> tuple[Transformer, Result]:

@@ -15,6 +15,7 @@ from anymla.bench.layer_setup import MODELS
 from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights
 from anymla.bench.report import Result
+from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.step import Step
 from anymla.model.build import Builder, Ngrams
 from anymla.model.config import EngramConfig, ModelConfig
@@ -68,19 +69,43 @@ def random_model(
     if text is not published:
         values = published | {"text_config": _shared_values(values, layers, ngrams) | changes}
         changes = {}
-    config = ModelConfig.from_dict(values | changes)
-    weights = RandomWeights(config, device)
-    engram = config.engram
+    return random_transformer(ModelConfig.from_dict(values | changes), device)
+
+
+def random_transformer(
+    config: ModelConfig,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int | None = None,
+    share_channels: bool | None = None,
+) -> Transformer:
+    """Make a rank's share of a model of random weights.
+
+    Args:
+        config: configuration of the model.
+        device: device that holds the weights.
+        ranks: processes that share the model.
+        dtype: dtype of the activations.
+        seed: the model is the same for any ranks if they give one seed; None for torch's generator.
+        share_channels: True to share each expert's channels, False to share whole experts; None
+            for what an engine does.
+    """
+    weights, engram = RandomWeights(config, device, seed=seed), config.engram
+    ngrams = None
+    if engram is not None:
+        ngrams = Ngrams(torch.arange(config.vocab_size) % engram.tokens, weights.table)
     return Builder(
         config,
         weights.tensor,
         weights.linear,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=device,
         backend=None,
-        ngrams=None
-        if engram is None
-        else Ngrams(torch.arange(config.vocab_size) % engram.tokens, weights.table),
+        ranks=ranks,
+        ngrams=ngrams,
+        share_channels=share_channels,
     ).transformer()
 
 
