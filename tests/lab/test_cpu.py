@@ -30,6 +30,13 @@ def test_functions_are_called_in_turns():
     assert {name: len(each) for name, each in times.items()} == {"a": 6, "b": 6}
 
 
+@pytest.fixture
+def small_product(monkeypatch):
+    """A product that CPUs without bfloat16 instructions make in no time."""
+    monkeypatch.setattr("lab.cpu.ceilings._SIZE", 64)
+
+
+@pytest.mark.usefixtures("small_product")
 def test_packed_weights_are_timed_beside_copies(monkeypatch):
     sizes = {"_ROWS": 256, "_COLUMNS": 128, "_INNER": 128, "_EXPERTS": 4, "_CHOSEN": 2}
     for name, value in (sizes | {"TOKENS": (1, 3)}).items():
@@ -135,6 +142,7 @@ def test_both_models_choose_the_same_tokens(tmp_path):
     assert ours.target is not None
 
 
+@pytest.mark.usefixtures("small_product")
 def test_command_line(tmp_path):
     file = tmp_path / "rows.jsonl"
     done = CliRunner().invoke(command, ["cpu", "--quick", "--part", "machine", "--json", str(file)])
@@ -159,6 +167,7 @@ def test_selection_is_timed_at_contexts_of_which_the_blocks_hold_a_part():
     assert selection.CONTEXTS[0] == held < min(selection.CONTEXTS[1:])
 
 
+@pytest.mark.usefixtures("small_product")
 def test_without_transformers_the_part_is_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     parts = ["--part", "machine", "--part", "decode"]
