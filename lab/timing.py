@@ -48,7 +48,7 @@ def milliseconds(times: list[float], name: str = "ms") -> dict[str, float]:
 
 
 def microseconds(times: list[float]) -> dict[str, float]:
-    """The same fields in microseconds, to a tenth of one."""
+    """Fields of a row: the same three in microseconds, each rounded to a tenth."""
     return {name: round(1e3 * ms, 1) for name, ms in milliseconds(times, "us").items()}
 
 

@@ -61,7 +61,7 @@ class GpuClock:
     device: torch.device
 
     def time_us(self, calls: Sequence[Call], repetitions: int = 20) -> float:
-        """Return the median microseconds of one call.
+        """Return the median microseconds that a call takes.
 
         Args:
             calls: the same call on different inputs.
@@ -147,7 +147,7 @@ class GraphClock(GpuClock):
     device = torch.device(kind)
 
     def time_us(self, calls: Sequence[Call], repetitions: int = 20) -> float:
-        """Return the median microseconds of one call; see ``GpuClock``."""
+        """Return the median microseconds that a call takes; see ``GpuClock``."""
         stream = torch.cuda.Stream()
         graph = recorded(calls, stream)
         with torch.cuda.stream(stream):
@@ -164,7 +164,7 @@ class EventClock(GpuClock):
     device = torch.device(kind)
 
     def time_us(self, calls: Sequence[Call], repetitions: int = 20) -> float:
-        """Return the median microseconds of one call, after a round that does not count."""
+        """Return the median microseconds that a call takes, after a round that does not count."""
 
         def launch() -> None:
             for call in calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def random_e4m3(*shape: int, device: torch.device | None = None) -> Tensor:
 
 def random_experts(
     count: int, d: int, inner: int, device: torch.device | None = None
-) -> dict[str, list[Tensor]]:
+) -> dict[str, Any]:
     """MXFP4 weights of random codes, with scales around those of released weights.
 
     Args:
