@@ -15,6 +15,9 @@ from torch import Tensor
 
 from anymla.ops.device import INTERPRETED
 
+# Largest number of tokens of a step that is timed as decoding.
+DECODING = 64
+
 
 @functools.cache
 def backend() -> str | None:
@@ -45,3 +48,10 @@ class TimedCall:
     bytes_moved: int
     flops: int = 0
     beside_copy: bool = False
+
+
+def step_call(
+    label: str, setup: Callable[[], Callable[[], object]], bytes_moved: int, tokens: int
+) -> TimedCall:
+    """Make a call of a step of ``tokens`` tokens, beside a copy if the step does not decode."""
+    return TimedCall(label, setup, bytes_moved, beside_copy=tokens > DECODING)

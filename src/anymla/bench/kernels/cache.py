@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import TimedCall, backend, normal
+from anymla.bench.kernels import DECODING, TimedCall, backend, normal, step_call
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.state_layout import allocate_states
@@ -35,7 +35,6 @@ from anymla.ops.norm_rope import (
 from anymla.ops.norm_rope.shapes import V4_FLASH
 
 TOKENS = (1, 64, 4096, 32768)
-_DECODE = 64
 _HEADS, _DIM, _RANK = V4_FLASH.heads, V4_FLASH.channels, V4_FLASH.q_rank
 _EPS = 1e-6
 
@@ -64,15 +63,11 @@ def cases(tokens: Sequence[int] = TOKENS) -> Iterator[TimedCall]:
             ("dequant_gather_slots", _gather_slots, (2 * _DIM + 4 + row) * count),
             ("dequantize_and_gather_k_cache", _gather_rows, (2 * _DIM + row) * count),
         ):
-            yield _case(f"{name}, {count} tokens", functools.partial(setup, count), moved, count)
+            yield step_call(
+                f"{name}, {count} tokens", functools.partial(setup, count), moved, count
+            )
         for kind in _COMPRESSORS:
             yield from _compressor_cases(kind, count)
-
-
-def _case(
-    label: str, setup: Callable[[], Callable[[], object]], bytes_moved: int, tokens: int
-) -> TimedCall:
-    return TimedCall(label, setup, bytes_moved, beside_copy=tokens > _DECODE)
 
 
 def _table(positions: int) -> Tensor:
@@ -149,7 +144,7 @@ def _compressor_cases(
     name, shape, layout, hadamard = kind
     window, entries = shape.window, shape.page_size
     ratio, dim, width, page = window.ratio, window.channels, window.width, window.page_size
-    decoding = tokens <= _DECODE
+    decoding = tokens <= DECODING
     closed = tokens if decoding else tokens // ratio
     states = window.states
 
@@ -202,7 +197,9 @@ def _compressor_cases(
     size = f"{name}, {tokens} tokens"
     if layout != INDEX_MXFP4:  # the states are the same whatever the entries are
         saved = (2 * 2 * width * 4 + 16) * tokens
-        yield _case(f"save_partial_states {size}", functools.partial(save, tokens), saved, tokens)
+        yield step_call(
+            f"save_partial_states {size}", functools.partial(save, tokens), saved, tokens
+        )
     read = 2 * states * dim * 4
     moved = (read + get_layout(layout).entry_bytes) * closed + 28 * tokens
     label = f"compress_norm_rope_insert {size}, {layout}{' with Hadamard' if hadamard else ''}"
@@ -210,4 +207,4 @@ def _compressor_cases(
     if decoding and moved > 2**24:  # no longer a matter of latency
         yield TimedCall(label, setup, moved, beside_copy=True)
     else:
-        yield _case(label, setup, moved, tokens)
+        yield step_call(label, setup, moved, tokens)

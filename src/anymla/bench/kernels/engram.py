@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from anymla.bench.kernels import TimedCall, backend, normal
+from anymla.bench.kernels import TimedCall, backend, normal, step_call
 from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.engram.shapes import V41_FLASH, EngramShape
 
 TOKENS = (1, 8, 128, 4096)
-_FEW = 64
 _Call = Callable[[], object]
 
 
@@ -35,7 +34,7 @@ def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Ite
             made = functools.partial(setup, count, shape)
             label = f"{name}, {count} tokens"
             ours = functools.partial(made, backend())
-            yield TimedCall(label, ours, moved, beside_copy=count > _FEW)
+            yield step_call(label, ours, moved, count)
             yield TimedCall(f"{label}, torch", functools.partial(made, "torch"), moved)
 
 

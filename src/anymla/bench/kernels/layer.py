@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import TimedCall, backend, normal
+from anymla.bench.kernels import TimedCall, backend, normal, step_call
 from anymla.bench.random_weights import random_experts
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
@@ -34,7 +34,6 @@ from anymla.ops.moe.shapes import flash
 TOKENS = (1, 64, 4096, 32768)
 SITE_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096, 32768)
 LINEAR_TOKENS = (1, 16, 256)
-_DECODE = 64
 _HIDDEN, _HEADS, _GROUPS = V4_FLASH.hidden, V4_FLASH.heads, V4_FLASH.groups
 _DIM, _RANK, _INNER = V4_FLASH.head_dim, V4_FLASH.o_rank, V4_FLASH.inner
 _STREAMS, _ROPE = 4, 64
@@ -56,15 +55,12 @@ def cases(
         yield from _site_cases(count)
     for count in tokens:
         setup = functools.partial(_swiglu, count)
-        yield _case("swiglu", setup, count * (3 * 2 + 1) * _INNER, count)
+        moved = count * (3 * 2 + 1) * _INNER
+        yield step_call(f"swiglu, {count} tokens", setup, moved, count)
         yield from _head_cases(count)
     for count in linear_tokens:
         yield from _linear_cases(count)
         yield from _expert_cases(count)
-
-
-def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> TimedCall:
-    return TimedCall(f"{label}, {tokens} tokens", setup, moved, beside_copy=tokens > _DECODE)
 
 
 def _site_cases(tokens: int) -> Iterator[TimedCall]:
@@ -80,7 +76,8 @@ def _site_cases(tokens: int) -> Iterator[TimedCall]:
         ),
         ("hc_head", _head, tokens * (streams + row) + _WEIGHTS // 6),
     ):
-        yield _case(name, functools.partial(setup, tokens), moved, tokens)
+        label = f"{name}, {tokens} tokens"
+        yield step_call(label, functools.partial(setup, tokens), moved, tokens)
 
 
 def _head_cases(tokens: int) -> Iterator[TimedCall]:
@@ -88,7 +85,8 @@ def _head_cases(tokens: int) -> Iterator[TimedCall]:
     angles = tokens * (8 + 4 * _ROPE)
     codes = values + values // 128 * 4
     setup = functools.partial(_quantised_heads, tokens)
-    yield _case("inverse_rope_fp8_quant", setup, 2 * values + codes + angles, tokens)
+    moved, label = 2 * values + codes + angles, f"inverse_rope_fp8_quant, {tokens} tokens"
+    yield step_call(label, setup, moved, tokens)
     weight = _GROUPS * _RANK * _HEADS // _GROUPS * _DIM
     result = 2 * tokens * _GROUPS * _RANK
     flops = 2 * values * _RANK
