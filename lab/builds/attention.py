@@ -116,7 +116,7 @@ def attend(
 
 
 def _captured(call: AttentionCall) -> None:
-    """As while a graph is captured and nothing has run before: nothing can be kept."""
+    """Attend as in a graph capture before which nothing ran, so that nothing can be kept."""
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         attend(call)
 

@@ -89,5 +89,5 @@ def _attend_rows(heads: int, scores: bool) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """What is kept from query to query is spilled: one a block with Triton 3.6, three with 3.9."""
+    """Accept spills of values kept between queries: one a block by Triton 3.6, three by 3.9."""
     return Judgement(matrix=True, spills=140)
