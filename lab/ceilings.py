@@ -14,12 +14,12 @@ _COPY_BYTES = 1 << 26
 
 
 def square(dtype: torch.dtype) -> torch.Tensor:
-    """A matrix for the product that serves as the ceiling."""
+    """Draw a matrix for the product that serves as the ceiling."""
     return torch.randn(_SIZE, _SIZE).to(dtype)
 
 
 def ceilings(rounds: int) -> list[Result]:
-    """Rates of matrix products of 1024 x 1024 and of copying 64 MiB."""
+    """Measure the rates of matrix products of 1024 x 1024 and of copying 64 MiB."""
     bf16, fp32 = square(torch.bfloat16), square(torch.float32)
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)

@@ -1,7 +1,8 @@
 """Parts of decode steps' time, from a profiler's trace of replayed graphs.
 
-Kernels of a step overlap: some are launched early, some run on further streams. So a kernel counts
-with what the step's end is later by it, and the parts add up to the time that the steps took.
+Kernels of a step overlap: some are launched early, some run on further streams. So each kernel
+counts with the time by which it delays the step's end, and the parts add up to the time of the
+steps.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _OTHERS = (
     ("cutlass", "linears, cuBLAS"),
     ("splitk", "linears, cuBLAS"),
 )
-# A launch of that many kernels is a graph's.
+# A launch of at least this many kernels is that of a graph.
 _GRAPH = 8
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -70,7 +71,7 @@ class StepParts:
 
 
 def profiled(step: Callable[[], object], count: int) -> list[dict[str, Any]]:
-    """The trace events of some steps on the current CUDA device, and of one step behind them."""
+    """Return the trace events of some steps on the current CUDA device, and of one step more."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(count + 1):
@@ -135,7 +136,7 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
 
 
 def _chosen(kernels: Sequence[dict[str, Any]]) -> float:
-    """When the backbone's tokens have been chosen: its choice is the first of a graph."""
+    """Return the time at which the backbone's tokens are chosen, by the first choice of a graph."""
     for event, following in zip(kernels, [*kernels[1:], None], strict=True):
         if family(str(event["name"])) == "choice" and (
             following is None or family(str(following["name"])) != "choice"
@@ -145,7 +146,7 @@ def _chosen(kernels: Sequence[dict[str, Any]]) -> float:
 
 
 def _head(kernels: Sequence[dict[str, Any]], before: float) -> float:
-    """When the streams have been collapsed for the last time in a graph, before some time."""
+    """Return the time of the last collapse of the streams in a graph before ``before``."""
     collapses = [
         float(event["ts"])
         for event in kernels

@@ -31,7 +31,7 @@ _ODD = PrefillShape(1024, 100, 32_768, 128)
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device; elsewhere other families' kernels run."""
+    """Yield named calls, with tensors on the meta device; elsewhere other families' kernels run."""
     if target.name != "sm_90":
         return
     for shape in (

@@ -87,7 +87,7 @@ def _scheduled(shape: Drawn, schedule: Schedule, clock: Clock) -> Iterator[Subje
 
 
 def _calls(inputs: DecodeInputs, schedule: Schedule) -> list[Callable[[], Tensor]]:
-    """Calls by a schedule, one for each set of lists."""
+    """Make calls by a schedule, one for each set of lists."""
     launch = importlib.import_module("anymla.ops.attention.gluon_sm90_decode_launch")
     results = importlib.import_module("anymla.ops.attention.triton_decode_combine")
     shape, q = inputs.shape, inputs.q.flatten(0, 1)

@@ -190,7 +190,7 @@ class Call:
         return lambda: peer(q, self.rows, listed, lengths, sink)[:, :heads]
 
     def error(self, out: Tensor) -> float:
-        """Relative L2 error of some tokens against float64."""
+        """Return the relative L2 error of some tokens against float64."""
         tokens = self.case.tokens
         some = torch.linspace(0, tokens - 1, _SAMPLES).long().unique().tolist()
         wide = []

@@ -309,7 +309,7 @@ class DecodeInputs:
         )  # fmt: skip
 
     def error(self, out: Tensor) -> float:
-        """Relative L2 error of the first queries of three requests against float64."""
+        """Return the relative L2 error of the first queries of three requests against float64."""
         shape, model = self.shape, self.shape.model
         out = out.reshape(shape.batch, shape.rows, -1, model.out_dim)[:, :, : shape.heads]
         window, extra = self.lists[0]

@@ -15,7 +15,7 @@ _ROWS, _CHANNELS = 64, 1024
 # Its name becomes a part of the name of the kernel that calls it.
 @triton.jit(repr=lambda _: "clamped_swiglu")
 def interleaved_swiglu(rows, limit):
-    """Clamped SwiGLU [M, N] of rows [M, 2N] in which gate and up alternate."""
+    """Compute the clamped SwiGLU [M, N] of rows [M, 2N] in which gate and up alternate."""
     gate, up = tl.split(tl.reshape(rows, (rows.shape[0], rows.shape[1] // 2, 2)))
     return clamped_swiglu(gate.to(tl.float32), up.to(tl.float32), limit)
 
