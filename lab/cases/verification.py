@@ -176,7 +176,7 @@ class VerificationInputs(DecodeInputs):
         return self.q.flatten(0, 1), decoded, rows.ranges
 
     def error(self, out: Tensor) -> float:
-        """Relative L2 error of the first and last queries of three requests against float64."""
+        """Return the relative L2 error of first and last queries of three requests in float64."""
         rows = self.shape.rows
         out = out.reshape(self.shape.batch, rows, -1, out.shape[-1])
         found = []

@@ -100,7 +100,7 @@ class DeepGemm(Peer):
         backend: str | None = None,
         **_: Any,
     ) -> Tensor:
-        """``select_topk`` of one token a request, by torch's top-k; plans are made once a step."""
+        """Call ``select_topk`` of one token a request by torch's top-k; a step shares its plans."""
         tokens = len(q)
         lengths = lengths.view(-1, 1)
         key = (tokens, max_context, lengths.data_ptr())

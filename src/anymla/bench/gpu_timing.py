@@ -1,4 +1,4 @@
-"""Times on a GPU over rotating inputs, medians: of CUDA graphs, or between events on XPU."""
+"""Median times on a GPU over rotating inputs, by CUDA graphs, or between events on XPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-# Bytes that successive calls go through before inputs come round again: twice the largest L2.
+# Bytes that successive calls touch before inputs repeat: twice the largest L2.
 _COLD_BYTES = 256 << 20
 _MOST_COPIES = 64
 
@@ -24,7 +24,7 @@ def copies_for(bytes_moved: int) -> int:
 def recorded(
     calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream
 ) -> torch.cuda.CUDAGraph:
-    """A graph of the calls on a stream; they have run, and it has been replayed, once."""
+    """Record the calls as a graph on a stream, after running them once, and replay it once."""
     # Copies of inputs may be in flight.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -41,11 +41,11 @@ def recorded(
 
 
 def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> float:
-    """Median microseconds of one call, the calls replayed one after the other as a CUDA graph.
+    """Return the median microseconds of one call in a CUDA graph of all calls.
 
     Args:
         calls: the same call on different inputs.
-        repetitions: replays that are timed.
+        repetitions: number of timed replays.
     """
     stream = torch.cuda.Stream()
     graph = recorded(calls, stream)
@@ -63,13 +63,13 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> flo
 
 
 def event_time_us(calls: Sequence[Callable[[], object]], repetitions: int = 20) -> float:
-    """Median microseconds of one call on an Intel GPU, the calls launched one after the other.
+    """Return the median microseconds of one call on an Intel GPU, where calls are launched in turn.
 
-    What a launch costs the host counts where the kernels do not take longer.
+    A launch's cost on the host counts where kernels do not take longer.
 
     Args:
         calls: the same call on different inputs.
-        repetitions: rounds of the calls that are timed, after one that is not.
+        repetitions: number of timed rounds of the calls, after one that is not timed.
     """
     for call in calls:
         call()
@@ -93,9 +93,9 @@ def _time_on(device: str) -> Callable[..., float]:
 
 @functools.cache
 def copy_bandwidth(device: str = "cuda") -> float:
-    """Measured bytes a second of a device copy, read and written bytes together.
+    """Measure the bytes per second of a device copy, counting read and written bytes.
 
-    The faster of the driver's copy and an elementwise kernel, which are not the same.
+    This is the faster of the driver's copy and an elementwise kernel, which differ.
     """
     source = torch.zeros(1 << 28, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -106,10 +106,10 @@ def copy_bandwidth(device: str = "cuda") -> float:
 
 @functools.cache
 def copy_us(bytes_moved: int, device: str = "cuda") -> float:
-    """Measured microseconds of a copy that reads and writes ``bytes_moved`` bytes together.
+    """Measure the microseconds of a copy that reads and writes ``bytes_moved`` bytes together.
 
-    Of the same size as a case and timed in the same way, its launch included, where the bandwidth
-    of ``copy_bandwidth`` is that of a copy so large that a launch does not count.
+    The copy has the size of a case and is timed in the same way, launch included. The copy of
+    ``copy_bandwidth`` is so large that a launch does not count.
     """
     elements = max(1, bytes_moved // 4)
 
@@ -123,7 +123,7 @@ def copy_us(bytes_moved: int, device: str = "cuda") -> float:
 
 @functools.cache
 def matmul_rate(device: str = "cuda") -> float:
-    """Measured bfloat16 floating-point operations a second of an 8192 x 8192 product."""
+    """Measure the bfloat16 operations per second of an 8192 x 8192 product."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     b = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(a)
@@ -147,7 +147,7 @@ def kernel_times(call: Callable[[], object], device: str = "cuda") -> list[tuple
 
 
 def sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Sums by name, the largest first."""
+    """Sum times by name, and return the largest first."""
     sums: dict[str, float] = collections.defaultdict(float)
     for name, taken in times:
         sums[name] += taken
@@ -156,7 +156,7 @@ def sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def peak_bytes(call: Callable[[], object], device: str = "cuda") -> int:
-    """Memory that a call takes beyond what is held before it."""
+    """Return the memory that a call takes beyond what is held before it, in bytes."""
     module = getattr(torch, device)
     call()
     module.synchronize()
@@ -179,7 +179,7 @@ class GraphClock:
     matmul_rate = staticmethod(matmul_rate)
 
     def release(self) -> None:
-        """Give memory that is free back to the device."""
+        """Return free memory to the device."""
         torch.cuda.empty_cache()
 
 
@@ -195,10 +195,10 @@ class EventClock:
     matmul_rate = staticmethod(functools.partial(matmul_rate, "xpu"))
 
     def release(self) -> None:
-        """Give memory that is free back to the device."""
+        """Return free memory to the device."""
         torch.xpu.empty_cache()
 
 
 def gpu_clock() -> GraphClock | EventClock:
-    """The clock of the GPU that torch sees."""
+    """Return the clock of the GPU that torch sees."""
     return GraphClock() if torch.cuda.is_available() else EventClock()

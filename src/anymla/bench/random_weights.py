@@ -45,7 +45,7 @@ class RandomWeights:
         self._device = device
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor that is no part of a linear layer."""
+        """Draw a tensor that is not part of a linear layer."""
         expected = self._plain[name]
         self._begin(name)
         if "I64" in expected.dtypes:
@@ -59,7 +59,7 @@ class RandomWeights:
         return 1 + 0.1 * noise if norms else noise / math.sqrt(expected.shape[-1])
 
     def linear(self, prefix: str) -> PackedWeight:
-        """A linear layer's weight."""
+        """Draw a linear layer's weight."""
         shape = self._linears[prefix]
         self._begin(prefix)
         if ".experts." in prefix:
@@ -70,7 +70,7 @@ class RandomWeights:
         return PackedWeight("plain", (weight / math.sqrt(shape.columns)).bfloat16())
 
     def table(self, prefix: str) -> tuple[Tensor, Tensor]:
-        """A table of n-grams' rows and its scales, on the host."""
+        """Draw a table of n-grams' rows and its scales, on the host."""
         rows, width = self._tables[prefix]
         codes = torch.randint(0x70, (rows, width), dtype=torch.uint8, device="cpu")
         exponent = 127 - round(math.log2(_E4M3_RMS))

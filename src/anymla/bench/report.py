@@ -31,7 +31,7 @@ class Result:
     met: bool | None = None
 
     def row(self, environment: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the result as a JSON object."""
         verdict = {} if self.target is None else {"target": self.target, "met": self.met}
         return {"part": self.part, "case": self.case} | self.values | verdict | environment
 
@@ -48,7 +48,7 @@ def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines; blank ones are skipped.
+    """Read the rows of a file of JSON lines, skipping blank lines.
 
     Raises:
         ValueError: a line is no JSON object; the message names file and line.
@@ -72,7 +72,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Lines for people: case, numbers, and how they compare with what was asked."""
+    """Format lines for people: case, numbers, and the comparison with a target."""
     lines = []
     part = None
     width = max((len(result.case) for result in results), default=0)
@@ -85,7 +85,7 @@ def table(results: Sequence[Result]) -> list[str]:
 
 
 def line(result: Result, width: int) -> str:
-    """One of the table's lines, its case as wide as the others'."""
+    """Format one of the table's lines, with its case padded to ``width``."""
     numbers = "  ".join(f"{name} {_short(value)}" for name, value in result.values.items())
     verdict = ""
     if result.target is not None:

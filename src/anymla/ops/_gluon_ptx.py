@@ -86,7 +86,7 @@ def opaque(x):
 
 @gluon.jit
 def laneid(like):
-    """``%laneid``: each thread's lane in its warp, laid out as ``like``."""
+    """Return each thread's lane in its warp (``%laneid``), laid out as ``like``."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %laneid;",
         "=r,r", [gl.zeros_like(like).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,

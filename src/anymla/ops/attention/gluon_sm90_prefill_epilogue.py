@@ -51,7 +51,7 @@ def store_half(y, out, row, valid, COLUMN: gl.constexpr, WHOLE: gl.constexpr):
 
 @gluon.jit
 def _exp2_int(exponent):
-    """2^exponent as float32 for int32 exponents from -126 to 127."""
+    """Return 2^exponent as float32 for int32 exponents from -126 to 127."""
     return gl.cast((exponent + 127) << 23, gl.float32, bitcast=True)
 
 

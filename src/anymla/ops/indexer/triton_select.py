@@ -120,12 +120,9 @@ def row_topk_kernel(
     SCORED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Top-k of a row; ``scores`` are bits of float32, ``chosen_groups`` scratch [rows, PADDED_K].
+    """Select the top-k of a row.
 
-    With 0 GROUPS the row has no maxima, and at most ELEMENTS entries; else ELEMENTS is 16 PADDED_K.
-
-    Without SCORED the first entries are chosen: all there are, unless no score could be had. PDL:
-    see ``pdl_launch``.
+    ``scores`` are bits of float32, and ``chosen_groups`` is scratch [rows, PADDED_K].
     """
     if PDL:
         gdc_wait()
@@ -332,10 +329,7 @@ def sample_collect_kernel(
     PADDED_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Candidates of a split of a row, BLOCK entries a step; ``found`` counts all that pass.
-
-    PDL: see ``pdl_launch``.
-    """
+    """Collect candidates of a row's split, BLOCK entries a step; ``found`` counts all that pass."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -427,7 +421,7 @@ def sample_merge_kernel(
     PADDED_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Top-k of a row from the candidates of its splits."""
+    """Select the top-k of a row from the candidates of its splits."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
