@@ -108,7 +108,7 @@ class _Call:
 
 
 def _scope(tokens: int, slots: int) -> tuple[Tensor, Tensor]:
-    """A cache of four times the rows that a token lists, and random lists of them."""
+    """Draw a cache of four times the rows that a token lists, and random lists of them."""
     cache = random_rows(MAIN_FP8, 4 * slots, 64)
     lists = [torch.randperm(len(cache) * 64)[:slots] for _ in range(tokens)]
     return cache, torch.stack(lists).int()

@@ -9,12 +9,12 @@ import pkgutil
 import anymla.ops
 from anymla.ops.device import has_gluon
 
-# In place of a family's name, for files whose kernels several families launch.
+# Stands in the place of a family's name for files that families share.
 SHARED = "shared"
 
 
 def kernel_modules() -> dict[str, list[str]]:
-    """Dotted names of all files of Triton and Gluon kernels by family, SHARED for those of many."""
+    """List dotted names of all files of Triton and Gluon kernels by family, or by SHARED."""
     prefixes = ("triton_", "gluon_") if has_gluon() else ("triton_",)
     found, shared = {}, []
     for each in pkgutil.iter_modules(anymla.ops.__path__):
@@ -31,7 +31,7 @@ def kernel_modules() -> dict[str, list[str]]:
 
 
 def family_of(kernel: str) -> str:
-    """Return the family that a kernel belongs to; "torch" for torch's and the vendor's."""
+    """Return a kernel's family of operations; "torch" for torch's and the vendor's kernels."""
     return _families().get(kernel, "torch")
 
 

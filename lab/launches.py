@@ -1,8 +1,8 @@
-"""Builds for everything that launchers launch, found without running a kernel or having a GPU.
+"""Builds of all kernels that launchers launch, found without running a kernel or having a GPU.
 
 Inside ``recorded_launches`` operations are called with tensors on the meta device, which represents
-a device of the target, or with CPU tensors; each launch is recorded under the key by which Triton
-looks its compiled code up. Kernels do not run, so results are garbage and must not decide anything.
+a device of the target, or with CPU tensors. Each launch is recorded under the key by which Triton
+looks up its compiled code. Kernels do not run, so results are garbage and must not decide anything.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def derived_builds(family: str, target: Target) -> list[Build]:
 
 
 def judged(family: str, builds: Iterable[Build], target: Target) -> list[Build]:
-    """Builds of a family's kernels with what its file ``builds`` says they must fulfil."""
+    """Return builds of a family's kernels with the requirements in its file of ``builds``."""
     module = importlib.import_module(f"lab.builds.{family}")
     return [dataclasses.replace(each, judgement=module.judgement(each, target)) for each in builds]
 

@@ -28,12 +28,12 @@ PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
 _LAUNCH_US = 3.0
 _FACTOR = 2.5
-# DeepGEMM where it is.
+# FlashMLA, and DeepGEMM where it is installed.
 Others = tuple[FlashMla, DeepGemm | None]
-# How often each copy of a layer follows in a graph: a model's graph has tens of layers, so that
-# little of what starting a graph takes is left for each.
+# Repetitions of each layer's copy in a graph. A model's graph has tens of layers, so that each
+# bears little of the cost of starting a graph.
 _ROUNDS = 3
-_NAME = 48  # characters of a kernel's name that tell it apart
+_NAME = 48  # characters of a kernel's name that identify it
 
 
 def cases(
@@ -44,7 +44,7 @@ def cases(
     queries: int = 1,
     reads: Iterable[Reads] = (Reads.SLOTS,),
 ) -> Iterator[LayerCase]:
-    """Every combination; a layer without entries takes as long at every context."""
+    """Yield every combination once; a layer without entries takes as long at every context."""
     batches, contexts, reads = tuple(batches), tuple(contexts), tuple(reads)
     for model in models:
         for ratio in ratios:
@@ -61,14 +61,14 @@ def layer_cases(
     others: Others | None = None,
     timelines: bool = False,
 ) -> Iterator[Case]:
-    """The chosen cases; those of one layer should follow each other.
+    """Measure the chosen cases, of which those of one layer should be adjacent.
 
     Args:
         chosen: cases to measure, in order.
-        clock: whose device the layers are made on.
+        clock: clock on whose device the layers are made.
         beside: value of ``EngineOptions.side_stream``.
-        others: peers to measure the same layer assembled from as well.
-        timelines: also see when each kernel starts and ends.
+        others: peers with which the same layer is assembled and measured too.
+        timelines: True to record when each kernel starts and ends.
     """
     device = clock.device
     options, second = EngineOptions(side_stream=beside), SideStream(device)
@@ -118,7 +118,7 @@ def compile_ahead(
     with compiled_together() as only_compiled:
         if only_compiled:
             for batch in batches:
-                # What is only compiled leaves garbage, also in the plans of a step.
+                # Calls that only compile leave garbage, also in the plans of a step.
                 step = dataclasses.replace(batch.step, plans=Plans())
                 dataclasses.replace(batch, step=step).run(setup.layers[0])
                 if others is not None:
@@ -132,13 +132,12 @@ def _calls(setup: LayerSetup, batch: DecodeBatch) -> list[Call]:
 def layer_case(
     setup: LayerSetup, case: LayerCase, batch: DecodeBatch, others: Others | None = None
 ) -> Case:
-    """Microseconds, launches, microseconds by family of kernels, share of the roofline.
+    """Return the time, launches, time by kernel family, and share of the roofline of a layer.
 
-    Microseconds are of one of the layers that follow each other in a graph.
-
-    ``times_others`` is how many times as long the layer takes from others' kernels. The families'
-    times are of single kernels, without the gaps between them; ``kernels_us`` has for every kernel
-    how often it is launched, and the microseconds of all its launches.
+    Times are in us, of one of the layers that follow each other in a graph. ``times_others`` is how
+    many times as long the layer takes with others' kernels. Times by family are those of single
+    kernels, without the gaps between them; ``kernels_us`` holds for every kernel the number of its
+    launches and the time of all of them.
     """
     return Case(
         PART,

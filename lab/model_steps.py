@@ -53,10 +53,7 @@ def random_model(
     changes: dict[str, object],
     ngrams: bool = False,
 ) -> Transformer:
-    """The first layers of a model, with few experts, without draft layers.
-
-    With ``ngrams`` V4.1's layers read theirs, from small tables on the host.
-    """
+    """Make the first layers of a model, with few experts and without draft layers."""
     published = WHOLE[model]
     text = published.get("text_config", published)
     values = text | {
@@ -110,7 +107,7 @@ def random_transformer(
 
 
 def _shared_values(values: dict[str, Any], layers: int, ngrams: bool) -> dict[str, Any]:
-    """V4.1's fields for its first layers."""
+    """Return V4.1's configuration fields for its first layers."""
     kept = {k: v for k, v in values.items() if not k.startswith("dspark_")}
     sources = {
         name: [layer for layer in kept[name] if layer < layers]
@@ -147,21 +144,7 @@ def decode_steps(
     steps: int = 32,
     kv_cache: str = "fp8",
 ) -> Iterator[Result]:
-    """Wall time of steps, choosing tokens included.
-
-    Requests begin with ``context`` tokens whose cache rows are random, so that nothing has to be
-    prefilled. All modes see the same ones, and their tokens are compared with the first mode's.
-    Kernels are timed when all steps have been: the profiler's hooks stay in the process.
-
-    Args:
-        model: model whose steps are timed.
-        label: name of the model in rows.
-        batches: requests at a time.
-        modes: values of ``EngineOptions.decode`` to compare.
-        context: tokens of a request in front of the first step.
-        steps: number of steps that are timed.
-        kv_cache: value of ``EngineOptions.kv_cache``.
-    """
+    """Measure the wall time of steps, including the choice of tokens."""
     timed: list[tuple[Engine, Result]] = []
     for batch in batches:
         wanted: list[list[int]] = []
@@ -204,19 +187,7 @@ def engine_at(
     draft_tokens: int = 0,
     kv_cache: str = "fp8",
 ) -> Engine:
-    """An engine of random caches, whose requests all decode next.
-
-    Whatever the options, requests have the same rows.
-
-    Args:
-        model: model that the engine runs.
-        batch: number of requests.
-        context: tokens of each.
-        steps: number of steps in which no request ends.
-        mode: value of ``EngineOptions.decode``.
-        draft_tokens: value of ``EngineOptions.draft_tokens``.
-        kv_cache: value of ``EngineOptions.kv_cache``.
-    """
+    """Make an engine with random caches, whose requests all decode next."""
     longest = context + (steps + 4) * (1 + draft_tokens)
     engine = Engine(
         model,
@@ -262,7 +233,7 @@ def _compile_ahead(model: Transformer, store: CacheStore, batch: int, max_seq_le
 
 
 def padding_step(model: Transformer, store: CacheStore, batch: int, max_seq_len: int) -> Step:
-    """A decode step of ``batch`` tokens that are nobody's."""
+    """Make a decode step of ``batch`` tokens that belong to no request."""
     device = store.device
     rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
     nobody = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -281,7 +252,7 @@ def padding_step(model: Transformer, store: CacheStore, batch: int, max_seq_len:
 
 
 def _kernels(engine: Engine) -> dict[str, object]:
-    """Launches of a step, and the microseconds of its kernels by family."""
+    """Count a step's launches, and sum the us of its kernels by family."""
     if engine.store.device.type == "cpu":
         return {}
     kernels = GraphClock().kernel_times(engine.step)
@@ -292,7 +263,7 @@ def _kernels(engine: Engine) -> dict[str, object]:
 
 
 def timed_steps(engine: Engine, first: int, count: int) -> tuple[list[float], int]:
-    """Seconds of each of ``count`` steps after the ``first`` ones, and the tokens they chose."""
+    """Return the seconds of ``count`` steps after ``first`` others, and the number of tokens."""
     for _ in range(first):
         engine.step()
     wait(engine.model.device)

@@ -1,7 +1,8 @@
 """Parts of decode steps' time, from a profiler's trace of replayed graphs.
 
-Kernels of a step overlap: some are launched early, some run on further streams. So a kernel counts
-with what the step's end is later by it, and the parts add up to the time that the steps took.
+Kernels of a step overlap: some are launched early, some run on further streams. So each kernel
+counts with the time by which it delays the step's end, and the parts add up to the time of the
+steps.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OTHERS = (
     ("cutlass", "linears, cuBLAS"),
     ("splitk", "linears, cuBLAS"),
 )
-# A launch of that many kernels is a graph's.
+# A launch of at least this many kernels is that of a graph.
 _GRAPH = 8
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -65,7 +66,7 @@ class StepParts:
 
 
 def profiled(step: Callable[[], object], count: int) -> list[Event]:
-    """The trace events of some steps on the current CUDA device, and of one step behind them."""
+    """Return the trace events of some steps on the current CUDA device, and of one step more."""
     return traced(lambda: [step() for _ in range(count + 1)])
 
 
@@ -121,7 +122,7 @@ def step_parts(events: Iterable[Event], count: int, *, drafts: bool) -> StepPart
 
 
 def _chosen(kernels: Sequence[Event]) -> float:
-    """When the backbone's tokens have been chosen: its choice is the first of a graph."""
+    """Return the time at which the backbone's tokens are chosen, by the first choice of a graph."""
     for event, following in zip(kernels, [*kernels[1:], None], strict=True):
         if family_of(str(event["name"])) == "choice" and (
             following is None or family_of(str(following["name"])) != "choice"
@@ -131,7 +132,7 @@ def _chosen(kernels: Sequence[Event]) -> float:
 
 
 def _head(kernels: Sequence[Event], before: float) -> float:
-    """When the streams have been collapsed for the last time in a graph, before some time."""
+    """Return the time of the last collapse of the streams in a graph before ``before``."""
     collapses = [
         float(event["ts"])
         for event in kernels

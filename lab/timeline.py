@@ -12,17 +12,18 @@ from anymla.bench.gpu_timing import recorded
 from lab.trace import Event, end_of, traced
 
 _REPLAYS = 4
-# Of the layers in a graph, the one that is looked at: others run before and after it.
+# Number of layers in a graph, and the index of the one that is examined; others run before and
+# after it.
 _LAYERS, _LOOKED_AT = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A kernel's time in microseconds from where its layer starts.
+    """A kernel's time in microseconds since the start of its layer.
 
     Attributes:
-        stream: numbered as they are first launched on.
-        start, end: kernels that are launched early start before those that they wait for end.
+        stream: number of the stream, in the order of first launches.
+        start, end: times of the kernel; kernels launched early start before their predecessors end.
         adds: microseconds by which this kernel delays the layer's end.
         name: name of the kernel.
     """
@@ -35,11 +36,11 @@ class Span:
 
 
 def timeline(calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> list[Span]:
-    """The kernels of one layer among others.
+    """Record the kernels of one layer among others.
 
     Args:
-        calls: layers of the same kernels, which are gone through in turn.
-        stream: to launch on.
+        calls: layers with the same kernels, called in turn.
+        stream: stream to launch on.
     """
     chosen = [calls[i % len(calls)] for i in range(_LAYERS)]
     graph = recorded(chosen, stream)
@@ -55,7 +56,7 @@ def timeline(calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -
 
 
 def spans_of(events: Sequence[Event], replays: int, layers: int, looked_at: int) -> list[Span]:
-    """One layer's kernels in the fastest of some replays, of a trace of as many in each."""
+    """Extract one layer's kernels in the fastest of several replays from a trace."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     kernels.sort(key=lambda event: float(event["ts"]))
     each = len(kernels) // replays

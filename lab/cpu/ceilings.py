@@ -17,25 +17,25 @@ COPY_BYTES = 1 << 26
 
 
 def square(dtype: torch.dtype) -> Tensor:
-    """A matrix for the product that serves as the ceiling."""
+    """Draw a matrix for the product that serves as the ceiling."""
     return torch.randn(_SIZE, _SIZE).to(dtype)
 
 
 def product(dtype: torch.dtype) -> Callable[[], Tensor]:
-    """The product of ``MATMUL_FLOPS`` that serves as the ceiling of operations."""
+    """Make the product of ``MATMUL_FLOPS`` that serves as the ceiling of operations."""
     matrix = square(dtype)
     return lambda: matrix @ matrix
 
 
 def copy() -> Callable[[], Tensor]:
-    """The copy of ``COPY_BYTES`` that serves as the ceiling of bytes."""
+    """Make the copy of ``COPY_BYTES`` that serves as the ceiling of bytes."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)
 
 
 def ceilings(rounds: int) -> list[Result]:
-    """Rates of matrix products of 1024 x 1024 and of copying 64 MiB."""
+    """Measure the rates of matrix products of 1024 x 1024 and of copying 64 MiB."""
     ways = {"bf16": product(torch.bfloat16), "fp32": product(torch.float32), "copy": copy()}
     times = interleaved(ways, rounds=rounds, block=3)
     seconds = {name: median(each) for name, each in times.items()}

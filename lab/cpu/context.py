@@ -25,13 +25,7 @@ _STEPS = 24
 
 
 def context_curve(directory: Path, contexts: tuple[int, ...], rounds: int) -> list[Result]:
-    """Median decode step at each context length, contexts measured in turns.
-
-    Args:
-        directory: empty; a checkpoint is written there.
-        contexts: tokens in the caches.
-        rounds: number of turns in which all contexts are measured.
-    """
+    """Measure the median decode step at each context length, contexts in turns."""
     model = load(tiny(directory), torch.bfloat16)
     engines = {length: filled_engine(model, length, rounds) for length in contexts}
     steps = {str(length): engine.step for length, engine in engines.items()}
@@ -53,7 +47,7 @@ def context_curve(directory: Path, contexts: tuple[int, ...], rounds: int) -> li
 
 
 def filled_engine(model: Transformer, length: int, rounds: int) -> Engine:
-    """An engine whose one request is about to run the last of ``length`` prompt tokens."""
+    """Make an engine whose one request is about to run the last of ``length`` prompt tokens."""
     new = rounds * _STEPS + 8
     request = Request("bench", prompt(model, length), max_new_tokens=new)
     engine = engine_with(model, request, "fp8")

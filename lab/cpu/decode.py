@@ -21,7 +21,7 @@ PART = "whole tiny model, 4 layers, ratios 0,4,128,4, batch 1"
 PROMPT_TOKENS = 700
 _TARGET = 4.0
 _BLOCK = 16
-_COUNTED = 4  # steps, one of which closes windows of four tokens
+_COUNTED = 4  # steps whose operators are counted; one of them closes windows of four tokens
 _PEER = "transformers fp32"
 _VARIANTS = {
     "anymla bf16, FP8 cache": (torch.bfloat16, "fp8"),
@@ -34,14 +34,14 @@ class PeerMissing(RuntimeError):
 
 
 def decode(directory: Path, rounds: int) -> list[Result]:
-    """Prefill and decode speed of anymla and of transformers, in turns and in processor time.
+    """Measure prefill and decode speed of anymla and of transformers, in turns, in processor time.
 
-    What else a machine runs takes no processor time of this process; threads add theirs up. Calls
-    are the operators that torch is asked for in a step, numba's kernels not among them.
+    Other processes take no processor time of this one; the times of threads add up. Calls are
+    counts of the operators that torch dispatches in a step, without numba's kernels.
 
     Args:
-        directory: empty; a bfloat16 checkpoint is written there, which both load.
-        rounds: turns of 16 tokens each.
+        directory: empty directory for a bfloat16 checkpoint, which both load.
+        rounds: number of turns, of 16 tokens each.
 
     Raises:
         PeerMissing: there is nothing to compare with.
@@ -104,7 +104,7 @@ def decode(directory: Path, rounds: int) -> list[Result]:
 
 
 class _Ours:
-    """A request that has read the prompt and generates one token a call."""
+    """A request that has read the prompt and generates one token per call."""
 
     def __init__(self, model: Transformer, kv_cache: str, limit: int) -> None:
         request = Request("bench", prompt(model, PROMPT_TOKENS), max_new_tokens=limit)
@@ -116,6 +116,6 @@ class _Ours:
         self.prefill_s = time.process_time() - start
 
     def next_token(self) -> int:
-        """One step."""
+        """Run one step and return its token."""
         self.tokens += self.engine.step().new_tokens.get("bench", [])
         return len(self.tokens)

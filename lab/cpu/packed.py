@@ -25,8 +25,8 @@ from lab.timing import interleaved, median
 PART = "weights read by products of few tokens, bf16"
 TOKENS = (1, 2, 4, 8, 16)
 _TARGET = 0.5
-# A weight of V4-Flash's layers, several of it, so that none is in the caches when it is its turn;
-# its experts, some of the 256, and those of a token.
+# Rows and columns of a weight of V4-Flash's layers, and copies of it, so that none is in the caches
+# at its turn; then its experts, some of the 256, and those of one token.
 _ROWS, _COLUMNS, _WEIGHTS = 4096, 4096, 6
 _INNER, _EXPERTS, _CHOSEN = 2048, 24, 6
 
@@ -51,8 +51,8 @@ class _Work:
 def packed(rounds: int) -> list[Result]:
     """Time FP8 and MXFP4 products and experts of 1 to 16 tokens, beside copies and products.
 
-    The best of all calls counts, in processor time if there is one thread, so that what else the
-    machine does is left out; with several threads on the wall's clock.
+    The fastest of all calls counts. With one thread it is processor time, which excludes the
+    machine's other work; with several threads it is wall time.
     """
     size = f"{_COLUMNS} -> {_ROWS}"
     results = []
@@ -72,7 +72,7 @@ def packed(rounds: int) -> list[Result]:
 
 
 def _weight(kind: str, rows: int, columns: int) -> tuple[Tensor, ...]:
-    """Random codes and scales near 2^-8."""
+    """Draw random codes, and scales near 2^-8."""
     if kind == "bf16":
         return (torch.randn(rows, columns).bfloat16(),)
     if kind == "fp8":
@@ -116,7 +116,7 @@ def _mixture(kind: str, bank: list[list[tuple[Tensor, ...]]], tokens: int) -> _W
     turn = itertools.cycle(draws)
     backend = experts.resolve(x, draws[0], **call.keywords).name
     flops = 2 * tokens * _CHOSEN * 3 * _INNER * _COLUMNS
-    # As many bytes as the draw with the fewest experts, which is the fastest.
+    # Count the bytes of the draw with the fewest experts, which is the fastest.
     return _Work(lambda: call(x, next(turn)), backend, min(chosen) * one, flops)
 
 

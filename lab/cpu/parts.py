@@ -22,11 +22,7 @@ def _in_directory(measure: Callable[[Path], list[Result]]) -> list[Result]:
 
 
 def parts(quick: bool) -> dict[str, Callable[[], list[Result]]]:
-    """The suite's parts by name.
-
-    Args:
-        quick: fewer repetitions and shorter contexts: a few seconds a part, noisier numbers.
-    """
+    """Return the suite's parts by name."""
     rounds = 3 if quick else 15
     contexts = CONTEXTS[:3] if quick else CONTEXTS
     turns = 2 if quick else 8

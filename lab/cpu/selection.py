@@ -29,7 +29,7 @@ def selection(rounds: int) -> list[Result]:
 
 
 def _call(entries: int) -> functools.partial[torch.Tensor]:
-    """A selection over random keys, within as many random blocks as the model keeps."""
+    """Make a selection over random keys, within as many random blocks as the model keeps."""
     text = FLASH_41["text_config"]
     heads, width = text["index_n_heads"], text["index_topk"]
     size, kept = text["candidate_block_size"], text["candidate_topk_blocks"]

@@ -12,15 +12,7 @@ from lab.page.table import Table, markdown
 
 
 def support_table(rows: Sequence[Row]) -> list[str]:
-    """Lines of the Markdown table, of the targets for which something was built.
-
-    A cell says "run" if the family's tests passed on that architecture when they last ran there,
-    or how many failed; "built n" if all n specialisations of its kernels were compiled for it and
-    fit, "built m of n" otherwise.
-
-    Args:
-        rows: the newest of each build (``module``) and of each run of tests (``family``).
-    """
+    """Return the lines of the Markdown table of the targets for which something was built."""
     built: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
     for row in rows:
         if "module" in row:

@@ -27,7 +27,7 @@ def conformance(rows: Sequence[Row]) -> Table:
     stories: dict[str, str] = {}
     words: dict[str, dict[str, str]] = defaultdict(dict)
     marks = {"passed": "ok", "failed": "!fails", "not applicable": "-"}
-    # A case's words are those of its newest row.
+    # A case's story is that of its newest row, so rows come in the order of their dates.
     for (subject, case_id), row in sorted(newest.items(), key=lambda item: str(item[1]["date"])):
         stories[case_id] = str(row["story"])
         words[case_id][subject] = marks.get(str(row["status"]), "?")

@@ -21,7 +21,7 @@ from anymla.ops.pdl import pdl_enabled
 
 
 def families() -> list[str]:
-    """Names of the modules that have cases."""
+    """List the names of the modules that have cases."""
     found = []
     for module in pkgutil.iter_modules(kernels.__path__):
         if hasattr(importlib.import_module(f"{kernels.__name__}.{module.name}"), "cases"):
@@ -30,7 +30,7 @@ def families() -> list[str]:
 
 
 def device_facts() -> dict[str, Any]:
-    """The accelerator as rows name it; nothing where there is none, and rows name the CPU."""
+    """Return fields that name the accelerator; none without one, since rows name the CPU."""
     if not (torch.cuda.is_available() or torch.xpu.is_available()):
         return {}
     import triton
@@ -53,7 +53,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def cases(chosen: list[str]) -> Iterator[Case]:
-    """The cases of the chosen families."""
+    """Yield the cases of the chosen families."""
     for family in chosen:
         module = importlib.import_module(f"{kernels.__name__}.{family}")
         for each in module.cases():
@@ -65,15 +65,15 @@ def cases(chosen: list[str]) -> Iterator[Case]:
 
 
 def name_of(case: Case) -> str:
-    """The name by which ``anymla bench run`` knows a case: "cache/rope-64-tokens"."""
+    """Return the name of a case in ``anymla bench run``, such as "cache/rope-64-tokens"."""
     return f"{case.part}/{re.sub('[^a-z0-9]+', '-', case.label.lower()).strip('-')}"
 
 
 def chosen_cases(names: Sequence[str]) -> list[Case]:
-    """The cases of these names, in their order.
+    """Return the cases of these names, in their order.
 
     Args:
-        names: a case's name, a family's for all of its cases, or "all".
+        names: names of cases, names of families for all of their cases, or "all".
 
     Raises:
         ValueError: there is nothing of a name; the message has the nearest ones.

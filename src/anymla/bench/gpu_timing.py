@@ -1,4 +1,4 @@
-"""Times on a GPU over rotating inputs, medians: of CUDA graphs, or between events on XPU."""
+"""Median times on a GPU over rotating inputs, by CUDA graphs, or between events on XPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
-# Bytes that successive calls go through before inputs come round again: twice the largest L2.
+# Bytes that successive calls touch before inputs repeat: twice the largest L2.
 _COLD_BYTES = 256 << 20
 _MOST_COPIES = 64
 
@@ -24,7 +24,7 @@ def copies_for(bytes_moved: int) -> int:
 
 
 def recorded(calls: Sequence[Call], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of the calls on a stream; they have run, and it has been replayed, once."""
+    """Record the calls as a graph on a stream, after running them once, and replay it once."""
     # Copies of inputs may be in flight.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -41,7 +41,7 @@ def recorded(calls: Sequence[Call], stream: torch.cuda.Stream) -> torch.cuda.CUD
 
 
 def sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Sums by name, the largest first."""
+    """Sum times by name, and return the largest first."""
     sums: dict[str, float] = collections.defaultdict(float)
     for name, taken in times:
         sums[name] += taken
@@ -71,9 +71,9 @@ class GpuClock:
 
     @functools.cache  # noqa: B019  # a process has one clock
     def copy_bandwidth(self) -> float:
-        """Measured bytes a second of a device copy, read and written bytes together.
+        """Measure the bytes per second of a device copy, counting read and written bytes.
 
-        The faster of the driver's copy and an elementwise kernel, which are not the same.
+        This is the faster of the driver's copy and an elementwise kernel, which differ.
         """
         source = torch.zeros(1 << 28, dtype=torch.float32, device=self.kind)
         target = torch.empty_like(source)
@@ -83,10 +83,10 @@ class GpuClock:
 
     @functools.cache  # noqa: B019
     def copy_us(self, bytes_moved: int) -> float:
-        """Measured microseconds of a copy that reads and writes ``bytes_moved`` bytes together.
+        """Measure the microseconds of a copy that reads and writes ``bytes_moved`` bytes together.
 
-        Of the same size as a case and timed in the same way, its launch included, where the
-        bandwidth of ``copy_bandwidth`` is that of a copy so large that a launch does not count.
+        The copy has the size of a case and is timed in the same way, launch included. The copy of
+        ``copy_bandwidth`` is so large that a launch does not count.
         """
         elements = max(1, bytes_moved // 4)
 
@@ -99,7 +99,7 @@ class GpuClock:
 
     @functools.cache  # noqa: B019
     def matmul_rate(self) -> float:
-        """Measured bfloat16 floating-point operations a second of an 8192 x 8192 product."""
+        """Measure the bfloat16 operations per second of an 8192 x 8192 product."""
         a = torch.randn(8192, 8192, device=self.kind, dtype=torch.bfloat16)
         b = torch.randn(8192, 8192, device=self.kind, dtype=torch.bfloat16)
         out = torch.empty_like(a)
@@ -121,7 +121,7 @@ class GpuClock:
         ]
 
     def peak_bytes(self, call: Call) -> int:
-        """Memory that a call takes beyond what is held before it."""
+        """Return the memory that a call takes beyond what is held before it, in bytes."""
         module = self._module
         call()
         module.synchronize()
@@ -132,7 +132,7 @@ class GpuClock:
         return int(module.max_memory_allocated() - before)
 
     def release(self) -> None:
-        """Give memory that is free back to the device."""
+        """Return free memory to the device."""
         self._module.empty_cache()
 
     @property
@@ -157,7 +157,7 @@ class GraphClock(GpuClock):
 class EventClock(GpuClock):
     """The clock of Intel GPUs, where calls are launched one after the other, outside any graph.
 
-    What a launch costs the host counts where the kernels do not take longer.
+    A launch's cost on the host counts where kernels do not take longer.
     """
 
     kind = "xpu"
@@ -189,5 +189,5 @@ def _median_us(new_event: Any, round_of_calls: Call, count: int, repetitions: in
 
 
 def gpu_clock() -> GpuClock:
-    """The clock of the GPU that torch sees."""
+    """Return the clock of the GPU that torch sees."""
     return GraphClock() if torch.cuda.is_available() else EventClock()

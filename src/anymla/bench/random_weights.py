@@ -19,7 +19,7 @@ _E4M3_RMS, _E2M1_RMS = 60.0, 3.0
 
 
 def random_e4m3(*shape: int, device: torch.device | None = None) -> Tensor:
-    """Codes of e4m3 numbers, evenly drawn, NaN left out."""
+    """Draw codes of e4m3 numbers evenly, without NaN."""
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
     codes[(codes & 0x7F) == 0x7F] = 0
     return codes
@@ -28,7 +28,7 @@ def random_e4m3(*shape: int, device: torch.device | None = None) -> Tensor:
 def random_experts(
     count: int, d: int, inner: int, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """MXFP4 weights of random codes, with scales around those of released weights.
+    """Draw MXFP4 weights of random codes, with scales around those of released weights.
 
     Args:
         count: number of experts.
@@ -82,7 +82,7 @@ class RandomWeights:
         self._device = device
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor that is no part of a linear layer."""
+        """Draw a tensor that is not part of a linear layer."""
         expected = self._plain[name]
         self._begin(name)
         if "I64" in expected.dtypes:
@@ -96,7 +96,7 @@ class RandomWeights:
         return 1 + 0.1 * noise if norms else noise / math.sqrt(expected.shape[-1])
 
     def linear(self, prefix: str) -> PackedWeight:
-        """A linear layer's weight."""
+        """Draw a linear layer's weight."""
         shape = self._linears[prefix]
         self._begin(prefix)
         if ".experts." in prefix:
@@ -107,7 +107,7 @@ class RandomWeights:
         return PackedWeight("plain", (weight / math.sqrt(shape.columns)).bfloat16())
 
     def table(self, prefix: str) -> tuple[Tensor, Tensor]:
-        """A table of n-grams' rows and its scales, on the host."""
+        """Draw a table of n-grams' rows and its scales, on the host."""
         rows, width = self._tables[prefix]
         codes = torch.randint(0x70, (rows, width), dtype=torch.uint8, device="cpu")
         exponent = 127 - round(math.log2(_E4M3_RMS))

@@ -31,7 +31,7 @@ class Result:
     met: bool | None = None
 
     def row(self, environment: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the result as a JSON object."""
         verdict = {} if self.target is None else {"target": self.target, "met": self.met}
         return {"part": self.part, "case": self.case} | self.values | verdict | environment
 
@@ -48,7 +48,7 @@ def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines; blank ones are skipped.
+    """Read the rows of a file of JSON lines, skipping blank lines.
 
     Raises:
         ValueError: a line is no JSON object; the message names file and line.
@@ -72,7 +72,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def line(result: Result, width: int) -> str:
-    """A result for people: its case, padded to ``width``, its numbers, and its target if any."""
+    """Format a result: its case, padded to ``width``, its numbers, and its target if any."""
     numbers = "  ".join(f"{name} {_short(value)}" for name, value in result.values.items())
     verdict = ""
     if result.target is not None:

@@ -180,7 +180,7 @@ class Heads:
     def _quantised_by_slots(
         self, q: Tensor, inputs: AttentionInputs, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """In one operation where a kernel does it at once."""
+        """Attend by slots, rotate back and quantise, in one operation where a kernel does that."""
         window = inputs.window
         given = (q, inputs.cache.window, window.indices, window.lengths, positions, cos_sin)
         named = {"n_groups": self.groups, **self._given(inputs), "plan": self._plan(inputs)}

@@ -1,4 +1,4 @@
-"""Named cases of ``anymla bench run``, a module a family.
+"""Named cases of ``anymla bench run``, in one module per family.
 
 Each module has ``cases()``, which yields a ``TimedCall`` for each single operation, or cases of the
 runner where more than one call is to be timed.
@@ -21,7 +21,7 @@ DECODING = 64
 
 @functools.cache
 def backend() -> str | None:
-    """The portable kernels where there is a GPU; on a CPU what operations choose there."""
+    """Return the portable backend if there is a GPU, or None to let operations choose on a CPU."""
     return "triton" if INTERPRETED or torch.accelerator.is_available() else None
 
 
@@ -36,11 +36,11 @@ class TimedCall:
 
     Attributes:
         label: text "operation, sizes" for people.
-        setup: makes fresh inputs on torch's default device and returns the call; made several
-            times, so that successive calls do not find their inputs in the cache.
+        setup: function that makes fresh inputs on torch's default device and returns the call. It
+            is run several times, so that successive calls do not find their inputs in the cache.
         bytes_moved: bytes that the call must read and write.
-        flops: floating-point operations that it must do; 0 where bytes are what matters.
-        beside_copy: a copy that moves as many bytes is timed as well: bandwidth is its limit.
+        flops: floating-point operations that the call must do; 0 if it is limited by bytes.
+        beside_copy: True to time a copy of as many bytes as well, as the limit of bandwidth.
     """
 
     label: str

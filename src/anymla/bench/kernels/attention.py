@@ -23,7 +23,7 @@ _TOKENS = (1, 8, 32, 128)
 
 
 def cases() -> Iterator[Case]:
-    """Decode of Flash and of its shards, Pro, windows alone, prefill, and V3.2's rows."""
+    """Yield decode of Flash and of its shards, Pro, windows alone, prefill, and V3.2's rows."""
     for heads in (64, 32, 16, 8):
         for tokens in (*_TOKENS, 256) if heads == 64 else _TOKENS:
             yield _case(AttentionShape(tokens, heads, 128, 512))

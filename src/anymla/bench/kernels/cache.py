@@ -38,7 +38,7 @@ TOKENS = (1, 64, 4096, 32768)
 _HEADS, _DIM, _RANK = V4_FLASH.heads, V4_FLASH.channels, V4_FLASH.q_rank
 _EPS = 1e-6
 
-# What a compressor is called, its sizes, the layout of its entries, Hadamard.
+# Compressors by name, with their sizes, the layout of their entries, and Hadamard.
 _COMPRESSORS = (
     ("C4", V4_RATIO4, MAIN_FP8, False),
     ("C128", V4_RATIO128, MAIN_FP8, False),
@@ -48,7 +48,7 @@ _COMPRESSORS = (
 
 
 def cases(tokens: Sequence[int] = TOKENS) -> Iterator[TimedCall]:
-    """Every operation at every number of tokens."""
+    """Yield every operation at every number of tokens."""
     row = get_layout(MAIN_FP8).entry_bytes
     for count in tokens:
         heads = 2 * 2 * _HEADS * _DIM
@@ -77,7 +77,7 @@ def _table(positions: int) -> Tensor:
 
 
 def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache for that many rows, the pages of one request in any order, and the rows' slots."""
+    """Make a cache for that many rows, one request's pages in any order, and the rows' slots."""
     pages = -(-rows // PAGE_SIZE)
     with torch.device("cpu"):
         table = torch.randperm(pages)
@@ -149,7 +149,7 @@ def _compressor_cases(
     states = window.states
 
     def scene() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """State cache, block tables, and the tokens' state slots, requests and positions."""
+        """Make a state cache, block tables, and the tokens' state slots, requests and positions."""
         if decoding:
             requests, positions = torch.arange(tokens), torch.full((tokens,), states - 1)
         else:
@@ -195,7 +195,7 @@ def _compressor_cases(
         )
 
     size = f"{name}, {tokens} tokens"
-    if layout != INDEX_MXFP4:  # the states are the same whatever the entries are
+    if layout != INDEX_MXFP4:  # the states do not depend on the entries' format
         saved = (2 * 2 * width * 4 + 16) * tokens
         yield step_call(
             f"save_partial_states {size}", functools.partial(save, tokens), saved, tokens
@@ -204,7 +204,7 @@ def _compressor_cases(
     moved = (read + get_layout(layout).entry_bytes) * closed + 28 * tokens
     label = f"compress_norm_rope_insert {size}, {layout}{' with Hadamard' if hadamard else ''}"
     setup = functools.partial(compress, tokens)
-    if decoding and moved > 2**24:  # no longer a matter of latency
+    if decoding and moved > 2**24:  # latency no longer dominates
         yield TimedCall(label, setup, moved, beside_copy=True)
     else:
         yield step_call(label, setup, moved, tokens)

@@ -1,6 +1,6 @@
 """Speed cases of V4.1's n-grams at its sizes, beside torch's form of the same.
 
-Timed are the decoding of a token's rows and the gates; the product between is a linear layer.
+They time the decoding of a token's rows and the gates; the product in between is a linear layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Call = Callable[[], object]
 
 
 def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Iterator[TimedCall]:
-    """Both operations at every number of tokens, and torch's beside them."""
+    """Yield both operations at every number of tokens, and torch's beside them."""
     read = shape.columns * shape.width
     row = 2 * shape.hidden
     for count in tokens:

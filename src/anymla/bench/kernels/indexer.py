@@ -29,7 +29,7 @@ _ENTRIES = (8192, 32_768)
 
 
 def cases() -> Iterator[TimedCall]:
-    """All cases."""
+    """Yield all cases of the indexer."""
     yield from _queries()
     for batch in _DECODES:
         for entries in _ENTRIES:
@@ -67,7 +67,7 @@ def _codes(*shape: int) -> Tensor:
 
 
 def _paged_keys(requests: int, entries: int) -> tuple[Tensor, Tensor]:
-    """A cache of coded keys and a block table of shuffled pages."""
+    """Make a cache of coded keys and a block table of shuffled pages."""
     layout = get_layout(INDEX_FP8)
     pages = requests * entries // _PAGE
     cache = layout.allocate(pages, _PAGE, device=torch.get_default_device())

@@ -50,7 +50,7 @@ def cases(
     linear_tokens: Sequence[int] = LINEAR_TOKENS,
     site_tokens: Sequence[int] = SITE_TOKENS,
 ) -> Iterator[TimedCall]:
-    """Every operation at every number of tokens; what gives codes in layers gives them here."""
+    """Yield every operation at every number of tokens, with codes where layers have them."""
     for count in site_tokens:
         yield from _site_cases(count)
     for count in tokens:
