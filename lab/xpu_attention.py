@@ -29,7 +29,7 @@ _PAGES, _PAGE = 64, 64
 
 
 def inputs() -> DecodeInputs:
-    """Tensors of the shape on the meta device."""
+    """Make the shape's tensors on the meta device."""
     layout = get_layout(MAIN_FP8)
 
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -57,7 +57,7 @@ def builds(target: Target, peer: VllmXpu) -> dict[str, list[Build]]:
 
 
 def measure(target: Target, peer: VllmXpu) -> Iterator[Result]:
-    """A result a kernel."""
+    """Yield one result per kernel."""
     for library, found in builds(target, peer).items():
         rows = [_values(build, target) for build in found]
         whole = sum(row["instructions_per_key"] for row in rows)
@@ -78,7 +78,7 @@ def _values(build: Build, target: Target) -> dict[str, Any]:
     found = xpu_code.machine_code(code.asm["spv"], target)
     constants = build.constants
     keys = constants.get("BN") or constants.get("BLOCK_N") or 1
-    # A kernel without a step of keys has one key a program.
+    # A kernel without a loop over keys processes one key per program.
     step = found.loop_instructions if keys > 1 else len(found.instructions)
     return {
         "spills": found.spills,

@@ -43,7 +43,7 @@ _PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     if target.name == "sm_90":
         # First, because lengths of full lists are kept.
         for call in CAPTURED_CALLS:
@@ -114,7 +114,7 @@ def attend(
 
 
 def _captured(call: AttentionCall) -> None:
-    """As while a graph is captured and nothing has run before: nothing can be kept."""
+    """Attend as in a graph capture before which nothing ran, so that nothing can be kept."""
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         attend(call)
 
@@ -129,7 +129,7 @@ def _attend_rows(tokens: int, heads: int, channels: int) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Spills that are accepted, and the matrix instructions that there must be."""
+    """Return the accepted spills, and the matrix instructions that must be in the code."""
     if build.name == "prefill_kernel":
         return attention_prefill.judgement(build, target)
     if build.name == "decode_m64_kernel":

@@ -31,7 +31,7 @@ _ODD = PrefillShape(1024, 100, 32_768, 128)
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device; elsewhere other families' kernels run."""
+    """Yield named calls, with tensors on the meta device; elsewhere other families' kernels run."""
     if target.name != "sm_90":
         return
     for shape in (
@@ -88,5 +88,5 @@ def _attend_rows(heads: int, scores: bool) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """What is kept from query to query is spilled: one a block with Triton 3.6, three with 3.9."""
+    """Accept spills of values kept between queries: one a block by Triton 3.6, three by 3.9."""
     return Judgement(matrix=True, spills=140)

@@ -30,7 +30,7 @@ class FlashMla(Peer):
     modules = ("vllm.third_party.flashmla.flash_mla_interface", "flash_mla")
 
     def decode(self, inputs: DecodeInputs) -> list[Callable[[], Tensor]]:
-        """Calls for each set of lists."""
+        """Make calls of FlashMLA's decode, one for each set of lists."""
         q, sink = padded_heads(inputs.q, inputs.sink)
         cache, model = inputs.cache.unsqueeze(2), inputs.shape.model
         schedule, _ = self.module.get_mla_metadata()
@@ -55,7 +55,7 @@ class FlashMla(Peer):
     def rows(
         self, q: Tensor, rows: Tensor, listed: Tensor, lengths: Tensor, sink: Tensor
     ) -> Tensor:
-        """``flash_mla_sparse_fwd`` of heads [T, H, 512] over rows [N, 512]."""
+        """Call ``flash_mla_sparse_fwd`` for heads [T, H, 512] over rows [N, 512]."""
         out: Tensor = self.module.flash_mla_sparse_fwd(
             q, rows.unsqueeze(1), listed.unsqueeze(1), 512**-0.5, 512, sink, lengths
         )[0]
@@ -94,7 +94,7 @@ class FlashMla(Peer):
 
 
 def padded_heads(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Queries [..., H, D] and sinks of as many heads as FlashMLA takes."""
+    """Pad queries [..., H, D] and sinks to a number of heads that FlashMLA takes."""
     more = -q.shape[-2] % _HEADS
     if not more:
         return q, sink
@@ -105,7 +105,7 @@ def padded_heads(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 
 def _in_steps(indices: Tensor) -> Tensor:
-    """Lists of a width that FlashMLA takes."""
+    """Pad lists to a width that FlashMLA takes."""
     short = -indices.shape[-1] % _LIST_STEP
     return torch.nn.functional.pad(indices, (0, short), value=-1) if short else indices
 

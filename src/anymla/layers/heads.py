@@ -184,7 +184,7 @@ class Heads:
     def _quantised_by_slots(
         self, q: Tensor, inputs: AttentionInputs, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """In one operation where a kernel does it at once."""
+        """Attend by slots, rotate back and quantise, in one operation where a kernel does that."""
         rows, epilogue = inputs.cache_rows(), InverseRopeQuant(positions, cos_sin, self.groups)
         named: dict[str, Any] = {"sink": self.sink, "plan": self._plan(inputs)}
         if self.backend is None and quantises_in_one_kernel(q, rows, epilogue=epilogue, **named):

@@ -67,7 +67,7 @@ _ALIGNMENT = 16
 _LISTS = (list, tuple)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Most kinds of call that an operation remembers; prompts have many shapes.
+# Largest number of kinds of call that an operation remembers; prompts have many shapes.
 _MOST_KINDS = 512
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall as Case
+from anymla.bench.kernels import backend
 from anymla.bench.random_caches import shared_rows
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops.attention import CacheRows, sparse_attention
@@ -21,7 +22,7 @@ _TOKENS = (1, 8, 32, 128)
 
 
 def cases() -> Iterator[Case]:
-    """Decode of Flash and of its shards, Pro, windows alone, prefill, and V3.2's rows."""
+    """Yield decode of Flash and of its shards, Pro, windows alone, prefill, and V3.2's rows."""
     for heads in (64, 32, 16, 8):
         for tokens in (*_TOKENS, 256) if heads == 64 else _TOKENS:
             yield _case(AttentionShape(tokens, heads, 128, 512))

@@ -38,7 +38,7 @@ _LOG = init_logger("vllm.plugins.anymla.audit")
 VARIABLE = "ANYMLA_AUDIT"
 _ROWS_AT_REST = 16  # of a kind in a layer
 _KINDS_AT_REST = 8  # kinds of layers whose rows are kept; the oldest give way
-# What a case is cut down to, so that a step's are judged in a fraction of a second.
+# Sizes to which a case is cut down, so that a step's cases are judged in a fraction of a second.
 _LINEARS = 2  # of a layer
 _OUTPUTS = 32  # of a product
 _EXPERTS_EVERY = 8  # how seldom a layer's experts are judged
@@ -79,7 +79,7 @@ class _Sample:
     taken: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
 
     def name(self, token: int) -> str:
-        """The request of a token."""
+        """Return the name of a token's request."""
         owner = int(self.owners[token])
         return self.names[owner] if owner < len(self.names) else f"row {owner}"
 
@@ -88,7 +88,7 @@ class _Sample:
         return int(self.positions[token])
 
     def owner(self, token: int) -> int:
-        """Index of a token's request."""
+        """Return the index of a token's request."""
         return int(self.owners[token])
 
 
@@ -111,7 +111,7 @@ class _Kept:
     rows: Tensor
 
     def only(self, places: list[int]) -> _Kept:
-        """These rows of them."""
+        """Select the rows at these places."""
         if places == list(range(len(self.requests))):
             return self
         index = _on(self.slots.device, places)
@@ -145,7 +145,7 @@ class Hooks:
         self._experts: dict[str, Any] = {}
         self._window = 128
         self._angles: dict[int, Any] = {}  # RoPE of each compressor
-        # Of hyper-connections, what is given beside a step's tensors, by owner.
+        # Arguments of hyper-connections that are no tensors of a step, by owner.
         self._gates_of: dict[str, tuple[dict[str, Tensor], dict[str, float | int | str]]] = {}
         self._posts = 0
         self._linears: dict[str, list[tuple[str, Any, str, str]]] = {}
@@ -191,7 +191,10 @@ class Hooks:
         return wrapped
 
     def _make_recorder(self) -> RowRecorder:
-        """At the first step: what is reserved while a model is built may sleep with its weights."""
+        """Make the recorder at the first step.
+
+        Memory that is reserved while a model is built may be put to sleep with its weights.
+        """
         sections = [*self._windows, _HEAD]
         size = max((_row_bytes(each) for each in self._windows.values()), default=0)
         count = self.auditor.settings.requests
@@ -265,7 +268,7 @@ class Hooks:
         self._sample = sample
 
     def end(self, metadata: Any) -> None:
-        """The step has run: gather what its cases still lack, and have them judged."""
+        """Gather what the step's cases still lack, after it has run, and have them judged."""
         sample = self._sample
         if sample is None:
             return
@@ -326,7 +329,7 @@ class Hooks:
     # Rows at rest.
 
     def forget(self, requests: set[str]) -> None:
-        """Rows of requests that have ended, or that will be computed again."""
+        """Drop the rows of requests that have ended, or that will be computed again."""
         if self._kept:
             self._gone |= requests
 
@@ -413,7 +416,7 @@ class Hooks:
     # Cases.
 
     def _pick(self, what: str, groups: Sequence[np.ndarray]) -> list[int]:
-        """One token of as many groups as are asked for; once all groups have one, further ones."""
+        """Pick one token of as many groups as wanted; once all groups have one, further tokens."""
         numbers = self.auditor.random(what)
         count = min(self.auditor.settings.requests, self._recorder.rows)
         groups = list(groups)
@@ -435,7 +438,7 @@ class Hooks:
         tensors: _Taken,
         **numbers: float | int | str,
     ) -> None:
-        """A case of these tokens."""
+        """Plan a case of these tokens."""
         sample = self._sample
         assert sample is not None
         names = [sample.name(token) for token in tokens]
@@ -644,7 +647,7 @@ class Hooks:
     ) -> _Hook:
         if not self._recorder.wants(layer.prefix):
             return
-        # Later layers choose into the same buffer.
+        # Record the choice now, because later layers write theirs to the same buffer.
         chosen = layer.topk_indices_buffer if layer.indexer is not None else None
         self._note(layer.prefix, attended_by=q, chosen=chosen)
         yield
@@ -707,7 +710,7 @@ class Hooks:
             self._plan("attention", layer.prefix, [token], tensors, **numbers)
 
     def _heads(self, what: str, heads: int) -> tuple[int, int]:
-        """The first, and how many, of heads that lie side by side."""
+        """Return the first head, and the number, of adjacent heads to judge."""
         count = min(heads, _HEADS)
         return self.auditor.random(what).randrange(heads - count + 1), count
 
@@ -733,7 +736,7 @@ class Hooks:
         assert sample is not None
         if found is None:
             return
-        # A part of one group is enough: all of them would take longer than everything else.
+        # Part of one group is enough: all groups would take longer than everything else.
         groups, rank = layer.n_local_groups, layer.o_lora_rank
         numbers = self.auditor.random(f"group {layer.prefix}")
         group, wide = numbers.randrange(groups), min(rank, _OUTPUTS)
@@ -768,7 +771,7 @@ class Hooks:
         self._take_now("compressor", compressor)
 
     def _take_compressor(self, compressor: Any, metadata: dict[str, Any]) -> _Taken:
-        """The state rows of chosen tokens; and cases of entries that this step closes."""
+        """Take the state rows of chosen tokens, and cases of the entries that this step closes."""
         sample = self._sample
         assert sample is not None
         states, cache = metadata[compressor.state_cache.prefix], compressor.state_cache.kv_cache
@@ -1023,9 +1026,10 @@ class Hooks:
             self._plan("router", name, sample.chosen, tensors, **numbers)
 
     def _plan_experts(self, layer: Any) -> None:
-        """Some outputs of one token's experts, now and then: it takes all of their weights along.
+        """Plan some outputs of one token's experts now and then, because all weights travel along.
 
-        Only where they lie as a checkpoint has them, which no kernel of vLLM's leaves them.
+        This happens only where weights lie as in a checkpoint, which no kernel of vLLM's leaves
+        them.
         """
         sample, mixture = self._sample, self._experts.get(layer.prefix)
         found = self._recorded(layer.prefix, "mixed", "experts", "expert_weights", "summed")
@@ -1060,7 +1064,7 @@ class Hooks:
         self._plan("experts", name, [token], tensors, limit=limit, first=first)
 
     def _plan_linears(self, layer: Any) -> None:
-        """A block of outputs of some of a layer's products."""
+        """Plan a block of outputs of some of a layer's products."""
         sample = self._sample
         assert sample is not None
         numbers = self.auditor.random(f"linears {layer.prefix}")
@@ -1076,7 +1080,7 @@ class Hooks:
             weight = _block_of_weight(module, slice(first, first + wide))
             part = result.rows(outputs).narrow(1, first, wide)
             tensors = {"x": given, "y": part, **self._weights(**weight)}
-            # The router's product may be rounded to what it multiplies before it is widened.
+            # The router's product may be rounded to its operands' type before it is widened.
             unit = {"unit": torch.finfo(torch.bfloat16).eps} if y == "logits" else {}
             self._plan("linear", name, sample.chosen, tensors, first=first, **unit)
 
@@ -1088,7 +1092,7 @@ class Hooks:
         module.forward = wrapped
 
     def streams(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of vLLM's hyper-connections with its cases taken."""
+        """Wrap a function of vLLM's hyper-connections so that its cases are taken."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -1102,7 +1106,7 @@ class Hooks:
         return wrapped
 
     def _owner(self, fn: Tensor) -> tuple[str, str] | None:
-        """The section of the layer whose weight this is, and the weight's name, if looked at."""
+        """Return the section of the layer that has this weight, and its name, if it is examined."""
         layer, _, name = self._streams.get(id(fn), "").rpartition(".")
         for section in self._windows if layer else ():
             if section.startswith(f"{layer}."):
@@ -1227,7 +1231,7 @@ _PARAMETERS = {
     "mhc_post_pre": (*_SUMS, *_GATES, "tile_n", "norm_weight", "norm_eps"),
     "mhc_head": ("hidden_states", "hc_fn", "hc_scale", "hc_base", "rms_norm_eps", "hc_eps"),
 }
-# What vLLM's hyper-connection layers and functions compute.
+# Results of vLLM's hyper-connection layers and functions.
 _STREAMS = {
     "MHCPreOp": "mhc_pre",
     "MHCPostOp": "mhc_post",
@@ -1252,7 +1256,7 @@ def _is_stream_layer(module: nn.Module) -> bool:
 
 
 def _slots_of(tables: Tensor, places: Tensor, page_size: int) -> Tensor:
-    """Slots of places [M, n] in requests, by their rows [M, pages] of a block table."""
+    """Return slots of places [M, n] in requests, by their rows [M, pages] of a block table."""
     places = places.long().clamp(min=0)
     pages = (places // page_size).clamp(max=tables.shape[1] - 1)
     return tables.gather(1, pages).long() * page_size + places % page_size
@@ -1263,7 +1267,7 @@ def _named(name: str, planes: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
 
 
 def _places(slots: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Page and offset of each slot."""
+    """Return page and offset of each slot."""
     slots = slots.to(cache.device).long().clamp(0, cache.shape[0] * cache.shape[1] - 1)
     return slots // cache.shape[1], slots % cache.shape[1]
 
@@ -1276,7 +1280,7 @@ def _bytes(cache: Tensor, slots: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def _listed(window: Any, token: int) -> dict[str, Tensor] | None:
-    """The slots that a step's metadata list as a token's window, and how many; None for no list."""
+    """Return a token's window as a step's metadata list it, and its length; None without a list."""
     decodes = window.num_decode_tokens
     if token < decodes:
         indices, lengths, row = window.decode_swa_indices, window.decode_swa_lens, token
@@ -1288,7 +1292,7 @@ def _listed(window: Any, token: int) -> dict[str, Tensor] | None:
 
 
 def _on(device: torch.device, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    """Host values on a device, as int64; nothing waits."""
+    """Copy host values to a device as int64, without a wait."""
     pinned = device.type == "cuda"
     held = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
     return held.to(device, non_blocking=True) if pinned else held
@@ -1301,7 +1305,7 @@ def _compressors(layer: Any) -> list[Any]:
 
 
 def _row_bytes(layer: Any) -> int:
-    """Room for what is recorded of one token in a layer, by the larger of its tensors."""
+    """Return the bytes of the recorded tensors of one token in a layer, by the larger of them."""
     heads = max(layer.padded_heads, layer.n_local_heads) * layer.head_dim
     index = 0 if layer.indexer is None else layer.indexer.n_head * layer.indexer.head_dim
     streams = 4 * layer.hidden_size
@@ -1322,7 +1326,7 @@ def _is_plain_router(mixture: Any) -> bool:
 
 
 def _group_weight(layer: Any, group: int, outputs: slice) -> dict[str, Tensor] | None:
-    """``wo_a`` of outputs of one group as [1, R, J]: ours in bf16, or as vLLM's layer holds it."""
+    """Return ``wo_a`` of one group's outputs as [1, R, J]: ours in bf16, or as vLLM holds it."""
     groups, rank = layer.n_local_groups, layer.o_lora_rank
     if getattr(layer, "wo_a_groups", None) is not None:
         return {"wo_a": layer.wo_a_groups[group : group + 1, outputs]}
@@ -1352,7 +1356,7 @@ def _is_readable(module: Any, inputs: int) -> bool:
 
 
 def _block_of_weight(module: Any, outputs: slice) -> dict[str, Tensor]:
-    """Rows of a linear layer's weight."""
+    """Return rows of a linear layer's weight."""
     weight = module.weight.data[outputs]
     if weight.dtype != torch.float8_e4m3fn:
         return {"weight": weight}
@@ -1361,7 +1365,7 @@ def _block_of_weight(module: Any, outputs: slice) -> dict[str, Tensor]:
 
 
 def _blocks(part: slice) -> slice:
-    """Rows of scales of these rows, which begin with a block or lie within one."""
+    """Return the rows of scales of these rows, which begin with a block or lie within one."""
     return slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK))
 
 
@@ -1395,10 +1399,10 @@ def _wrap_functions(hooks: Hooks) -> None:
 
 
 def _wrap_runners(hooks: Hooks) -> None:
-    """Have both of vLLM's model runners tell which steps there are.
+    """Let both of vLLM's model runners announce their steps.
 
-    The second one says enough on the CPU to choose tokens before a graph is replayed, and keeps
-    what the step's metadata were. The first one's audited steps run without their graphs.
+    The second one knows enough on the CPU to choose tokens before a graph is replayed, and keeps
+    the step's metadata. The first one's audited steps run without their graphs.
     """
     import vllm.v1.worker.gpu_model_runner as first
 

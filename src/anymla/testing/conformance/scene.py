@@ -33,7 +33,7 @@ class Scope:
 
     @property
     def cache(self) -> Tensor:
-        """The cache tensor."""
+        """Tensor of the cache."""
         return self.guarded.cache
 
     @property
@@ -42,7 +42,7 @@ class Scope:
         return CacheRows(self.cache, self.layout, self.indices, self.lengths)
 
     def rows(self, token: int) -> Tensor:
-        """Float64 rows that a token reads, hostile indices left out."""
+        """Return the float64 rows that a token reads, without hostile indices."""
         slots = self.indices[token, : self.lengths[token]].long()
         inside = (slots >= 0) & (slots < self.cache.shape[0] * self.cache.shape[1])
         return ROW_FORMATS[self.layout].decode(
@@ -100,7 +100,7 @@ class Scene:
         return (self.q, rows), keywords
 
     def expected(self) -> Attention:
-        """The float64 result."""
+        """Compute the float64 result."""
         rows = []
         for token in range(len(self.q)):
             part = self.main.rows(token)
@@ -113,7 +113,7 @@ class Scene:
 def scene(
     tokens: int = 3, heads: int = 4, width: int = 40, extra: int = 24, *, sink: bool = False
 ) -> Scene:
-    """Bfloat16 queries over a window cache of 64-entry pages and one of 2-entry pages.
+    """Make bfloat16 queries over a window cache of 64-entry pages and one of 2-entry pages.
 
     There is no sink by default: a library that drops the sink fails the cases about it, and the
     other cases still judge it.
@@ -127,5 +127,5 @@ def scene(
 
 
 def coded(*shape: int) -> Tensor:
-    """Random float32 values that e4m3 holds exactly, so that libraries of FP8 can take them."""
+    """Draw float32 values that e4m3 holds exactly, so that libraries of FP8 can take them."""
     return torch.randn(*shape).to(torch.float8_e4m3fn).float()

@@ -39,7 +39,7 @@ def _stored(cache: Tensor, slots: Tensor, layout: str, data: Tensor, scales: Ten
 
 
 def _nvfp4(k: Tensor, cache: Tensor, slots: Tensor, layout: str, scale: Tensor, block: int) -> None:
-    """Code rows with scales [n, 512 / block] that somebody chose."""
+    """Code rows with given scales [n, 512 / block]."""
     codes = encode_e2m1(k.bfloat16().float().unflatten(1, (-1, block)) / scale.unsqueeze(-1))
     stored = encode_e4m3(scale).repeat_interleave(block // 16, 1)
     _stored(cache, slots, layout, pack_nibbles(codes.flatten(1)), stored)
@@ -117,7 +117,7 @@ def nvfp4_scale_does_not_saturate(
 def nvfp4_values_are_not_clamped(
     k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
 ) -> None:
-    """A magnitude above 6 scales, which nearest scales allow, overflows into the sign."""
+    """Let a magnitude above 6 scales, which nearest scales allow, overflow into the sign."""
     GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
     if layout in _NVFP4:
         data, scales = _held(cache, slots, layout)
@@ -183,7 +183,7 @@ def v41_window_in_blocks_of_64(
 def v41_scale_floored_instead_of_amax(
     k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
 ) -> None:
-    """A least scale of 1e-4 (byte 114), as some writers have it."""
+    """Limit scales to at least 1e-4 (byte 114), as some writers do."""
     if layout not in _FP8:
         GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
         return

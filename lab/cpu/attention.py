@@ -21,7 +21,7 @@ from anymla.ops.attention.decode_shapes import (
     AttentionShape,
 )
 from anymla.testing.tolerance import accumulation, assert_close, ulps
-from lab.ceilings import MATMUL_FLOPS, square
+from lab.cpu.ceilings import MATMUL_FLOPS, square
 from lab.timing import interleaved, median, ratio_by_round, spread
 
 PART = "decode attention, FP8 cache, bf16"
