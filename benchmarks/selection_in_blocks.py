@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anymla.bench.environment import environment
 from anymla.bench.gpu import device_facts
-from anymla.bench.gpu_timing import copies_for, time_us
+from anymla.bench.gpu_timing import GraphClock, copies_for
 from anymla.formats.page_layout import INDEX_MXFP4, get_layout
 from anymla.layers import selection
 from anymla.layers.selection import SlotTarget, TwoLevels, select_entries
@@ -99,7 +99,9 @@ def main(path: Path) -> None:
             made = []
             for name, alone in (("masked_us", False), ("blocks_us", True)):
                 calls = [call(given, alone) for given in sets]
-                row[name] = round(time_us([run for run, _ in calls], repetitions=10), 2)
+                row[name] = round(
+                    GraphClock().time_us([run for run, _ in calls], repetitions=10), 2
+                )
                 made.append([each for _, results in calls for each in results])
             row["same"] = all(torch.equal(a, b) for a, b in zip(*made, strict=True))
             print(json.dumps(row), flush=True)

@@ -21,7 +21,6 @@ import importlib
 import itertools
 import multiprocessing
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -36,7 +35,6 @@ from unittest import mock
 
 import torch
 
-import anymla.ops
 from anymla.bench.layer_setup import LayerSetup
 from anymla.bench.xpu_code import missing
 from anymla.child_process import same_modules, working_directory_shut_out
@@ -45,6 +43,7 @@ from crossrun.targets import backend_problem
 from lab import xpu_code
 from lab.build import Build, Judgement
 from lab.compiled import compiled
+from lab.kernel_files import SHARED, kernel_modules
 from lab.launches import (
     derived_builds,
     judged,
@@ -54,11 +53,11 @@ from lab.launches import (
 from lab.ptx_synchronisation import idle_barriers, unfenced_reads, unmet_arrivals
 
 TIME_LIMIT_S = 240
-# Registers of Arc A, half as large as others', that any kernel may spill; none of Intel's others.
+# Registers that any kernel may spill on Arc A, whose registers are half as large; on Intel's other
+# GPUs, none.
 _ARC_A_SPILLS = 64
-# In place of a family's name.
-SHARED = "shared"
-# Tokens that decode layers are called with: both sides of choices that depend on them.
+# Numbers of tokens that decode layers are called with, on both sides of choices that depend on
+# them.
 LAYER_TOKENS = (1, 32, 64, 128, 256, 257, 8192, 8193)
 _CUDA_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")
 _HIP_INSTRUCTION = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
@@ -92,26 +91,9 @@ class Job:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The fields of a recorded row that name it."""
+        """Fields of a recorded row that identify it."""
         names = ("module", "target", "number", "label", "digest")
         return {name: getattr(self, name) for name in names}
-
-
-def kernel_modules() -> dict[str, list[str]]:
-    """Dotted names of all files of Triton and Gluon kernels by family, SHARED for those of many."""
-    prefixes = ("triton_", "gluon_") if has_gluon() else ("triton_",)
-    found, shared = {}, []
-    for each in pkgutil.iter_modules(anymla.ops.__path__):
-        path = f"anymla.ops.{each.name}"
-        if each.ispkg:
-            found[each.name] = [
-                f"{path}.{module.name}"
-                for module in pkgutil.iter_modules(importlib.import_module(path).__path__)
-                if module.name.startswith(prefixes)
-            ]
-        elif each.name.startswith("_triton_"):
-            shared.append(path)
-    return {**found, SHARED: shared}
 
 
 def problem_of(target: Target) -> str:
@@ -121,9 +103,9 @@ def problem_of(target: Target) -> str:
 
 
 def builds_of(family: str, target: Target) -> dict[str, list[Build]]:
-    """A family's builds for a target, or those of SHARED, by the files of their kernels.
+    """List a family's builds for a target, or those of SHARED, by the files of their kernels.
 
-    They are what the family's own calls launch, then what V4's decode layers launch besides.
+    They are the launches of the family's own calls, and further launches of V4's decode layers.
     """
     modules = kernel_modules()[family]
     found = shared_builds(target) if family == SHARED else derived_builds(family, target)
@@ -156,14 +138,14 @@ def _launched_by_layers(target: Target) -> list[Build]:
 def jobs(
     targets: list[str], *, first_of: str = "", modules: Sequence[str] = ("",)
 ) -> Iterator[Job]:
-    """All builds of all kernels.
+    """Yield all builds of all kernels.
 
     Args:
-        targets: to build for.
-        first_of: "kernel" or "file" for the first build of each and target only.
-        modules: only files of kernels whose dotted name has one of these.
+        targets: architectures to build for.
+        first_of: "kernel" or "file" for only the first build of each, for each target.
+        modules: parts of dotted names, of which a kernel's file must contain one.
     """
-    importlib.import_module("triton")  # what is missing, if it is
+    importlib.import_module("triton")  # raise its own error if it is missing
     for family, names in kernel_modules().items():
         chosen = [name for name in names if any(part in name for part in modules)]
         if not chosen:
@@ -188,7 +170,7 @@ def _digest(build: Build) -> str:
 
 
 def recorded(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Rows of this Triton that were as they should be, by their jobs' ``key``."""
+    """Select the recorded rows of this Triton that passed, by their jobs' ``key``."""
     import triton
 
     return {
@@ -199,7 +181,7 @@ def recorded(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str,
 
 
 def run(chosen: list[Job], workers: int) -> Iterator[dict[str, Any]]:
-    """Compile; one row a job, in order. See ``judge`` for a row's fields."""
+    """Compile and yield one row per job, in order; ``judge`` describes a row's fields."""
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(lambda job: apart(job, _build), chosen)
 
@@ -277,7 +259,7 @@ def _build(job: Job) -> dict[str, Any]:
 
 
 def _message(error: BaseException) -> str:
-    """The end of what the compiler said, and of what it said deepest inside a kernel's helpers."""
+    """Return the end of a compiler's message, and of its deepest one inside a kernel's helpers."""
     texts = []
     cause: BaseException | None = error
     while cause is not None:
@@ -288,7 +270,7 @@ def _message(error: BaseException) -> str:
 
 
 def judge(row: dict[str, Any], build: Build, target: Target) -> dict[str, Any]:
-    """Add "ok", and "problem" if it is not."""
+    """Add "ok" to a row, and "problem" if the build did not pass."""
     problem, must = "", build.judgement
     if must.fails:
         if row["built"] or must.fails not in row["error"]:
@@ -366,7 +348,7 @@ def _cuda_code(code: Any) -> dict[str, Any]:
         "instructions": len(found),
         "spills": kinds["STL"] + kinds["LDL"],
         "matrix": sorted({name for name in found if "MMA" in name.split(".")[0]}),
-        # Of warpgroups alone.
+        # Instructions of warpgroups alone.
         "products": kinds["HGMMA"] + kinds["QGMMA"],
         "product_waits": sum(name.startswith("WARPGROUP.DEPBAR") for name in found),
         "asked_waits": code.asm["ptx"].count("wgmma.wait_group"),
@@ -378,7 +360,7 @@ def _cuda_code(code: Any) -> dict[str, Any]:
 
 
 def _cuobjdump() -> str:
-    """A disassembler that knows all targets: the CUDA toolkit's if there is one, else Triton's."""
+    """Return a disassembler for all targets: the CUDA toolkit's if there is one, else Triton's."""
     import triton
 
     bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

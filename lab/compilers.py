@@ -12,9 +12,10 @@ import triton.backends.compiler
 import triton.compiler
 
 from lab import build_matrix
+from lab.kernel_files import kernel_modules
 
 # The targets' back ends are loaded when the first kernel is built.
-for names in build_matrix.kernel_modules().values():
+for names in kernel_modules().values():
     for name in names:
         importlib.import_module(name)
 

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from anymla.bench.random_weights import RandomWeights
 from anymla.bench.report import Result
 from anymla.layers.ranks import Ranks
-from anymla.model.build import Builder
 from anymla.model.config import ModelConfig
 from anymla.model.transformer import Transformer
 from anymla.runtime.bucket import Bucket
@@ -27,9 +25,9 @@ from anymla.runtime.graphs import Graph
 from anymla.runtime.options import DecodeMode
 from anymla.testing.published import FLASH_0731, PRO_0813
 from anymla.testing.tiny_options import TinyOptions, tiny_config
-from lab.model_steps import engine_at
+from lab.model_steps import engine_at, timed_steps, wait
 from lab.step_parts import DRAFT, StepParts, profiled, step_parts
-from lab.timing import median, spread
+from lab.timing import median, microseconds
 
 MODEL, SUMS, STEP = "full size, model", "full size, sums over ranks", "full size, step"
 # "tiny" is what make-tiny writes.
@@ -45,16 +43,7 @@ _SUMS_IN_GRAPH, _REPLAYS = 64, 10
 def drafting_config(
     model: str, *, layers: int | None = None, experts: int | None = None
 ) -> ModelConfig:
-    """A model with its DSpark drafter.
-
-    Args:
-        model: one of ``MODELS``.
-        layers: only so many of the backbone, the last of which are tapped; None for all.
-        experts: only so many routed ones; None for all.
-
-    Raises:
-        ConfigError: no model has so many.
-    """
+    """Return the configuration of a model with its DSpark drafter."""
     values = MODELS[model]
     published = values["num_hidden_layers"]
     count = min(layers or published, published)
@@ -72,34 +61,11 @@ def drafting_config(
     )
 
 
-def random_share(
-    config: ModelConfig,
-    device: torch.device,
-    ranks: Ranks,
-    *,
-    dtype: torch.dtype,
-    seed: int = 0,
-    share_channels: bool | None = None,
-) -> Transformer:
-    """A rank's share of a model of random weights, which is the same model for any ranks."""
-    weights = RandomWeights(config, device, seed=seed)
-    return Builder(
-        config,
-        weights.tensor,
-        weights.linear,
-        dtype=dtype,
-        device=device,
-        backend=None,
-        ranks=ranks,
-        share_channels=share_channels,
-    ).transformer()
-
-
 def model_made(make: Callable[[], Transformer], label: str) -> tuple[Transformer, Result]:
-    """A model, how long making it took, and the memory of the rank that has most."""
+    """Make a model; return it, the time that took, and the memory of the fullest rank."""
     begin = time.perf_counter()
     model = make()
-    _wait(model.device)
+    wait(model.device)
     elapsed = time.perf_counter() - begin
     parameters = _nbytes(model)
     values = {
@@ -111,7 +77,7 @@ def model_made(make: Callable[[], Transformer], label: str) -> tuple[Transformer
 
 
 def sums_over_ranks(model: Transformer, rows: Sequence[int]) -> Iterator[Result]:
-    """Microseconds of an all-reduce of some rows of activations, many in one graph."""
+    """Measure an all-reduce of some rows of activations in us, many in one graph."""
     ranks, device = model.ranks, model.device
     ways = {"group": dataclasses.replace(ranks, peers=None)}
     if ranks.peers is not None:
@@ -141,21 +107,9 @@ def steps(
     count: int,
     bar_us: float | None = None,
 ) -> Iterator[Result]:
-    """Wall time of a step that verifies all drafts and makes the next, and of one without drafts.
+    """Measure a step that verifies all drafts and makes the next, and one without drafts.
 
-    Requests begin with random cache rows, nothing is prefilled. The texts of both are compared: in
-    float32 they must be equal, in bfloat16 kernels add in another order for more rows.
-
-    Args:
-        model: model that both engines run.
-        label: name of the model in rows.
-        batches: requests at a time.
-        contexts: tokens of each request.
-        draft_tokens: verified in a step.
-        mode: value of ``EngineOptions.decode``.
-        kv_cache: value of ``EngineOptions.kv_cache``.
-        count: steps that are timed.
-        bar_us: most microseconds of a step of one request.
+    Both are wall times.
     """
     exact = model.dtype == torch.float32
     for context in contexts:
@@ -194,25 +148,14 @@ def steps(
 
 
 def _measured(engine: Engine, batch: int, count: int) -> tuple[dict[str, Any], list[list[int]]]:
-    """Times of an engine's steps, and the texts."""
+    """Return times of an engine's steps, and the texts."""
     model, drafts = engine.model, engine.options.draft_tokens
     begin = time.perf_counter()
     engine.warm_up(only=functools.partial(_wanted, engine, batch))
     ready = time.perf_counter() - begin
-    for _ in range(_FIRST_STEPS):
-        engine.step()
-    _wait(model.device)
-    times, tokens = [], 0
-    for _ in range(count):
-        start = time.perf_counter()
-        report = engine.step()
-        times.append(time.perf_counter() - start)
-        tokens += sum(map(len, report.new_tokens.values()))
-    low, high = spread(times)
+    times, tokens = timed_steps(engine, _FIRST_STEPS, count)
     values: dict[str, Any] = {
-        "us": round(median(times) * 1e6, 1),
-        "us_p10": round(low * 1e6, 1),
-        "us_p90": round(high * 1e6, 1),
+        **microseconds(times),
         "tokens_a_step": round(tokens / batch / count, 2),
         "warm_up_s": round(ready, 1),
     }
@@ -255,25 +198,20 @@ def _many_sums(ranks: Ranks, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _time(graph: Graph, device: torch.device) -> float:
-    """Median seconds of a replay."""
+    """Return the median seconds of a replay."""
     graph()
     times = []
     for _ in range(_REPLAYS):
-        _wait(device)
+        wait(device)
         start = time.perf_counter()
         graph()
-        _wait(device)
+        wait(device)
         times.append(time.perf_counter() - start)
     return median(times)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _nbytes(model: Transformer) -> int:
-    """Bytes of all tensors that a model holds, each once."""
+    """Return the bytes of all tensors that a model holds, each counted once."""
     seen: dict[int, int] = {}
 
     def add(value: object, depth: int) -> None:
@@ -294,7 +232,7 @@ def _nbytes(model: Transformer) -> int:
 
 
 def _taken(model: Transformer) -> dict[str, float]:
-    """Gigabytes of the rank that has most, everything of this process on its device included."""
+    """Return the gigabytes of the fullest rank, with everything of this process on its device."""
     device = model.device
     if device.type != "cuda":
         return {}
@@ -307,7 +245,7 @@ def _taken(model: Transformer) -> dict[str, float]:
 
 
 def _most(number: float, model: Transformer) -> float:
-    """The largest of all ranks' numbers."""
+    """Return the largest of all ranks' numbers."""
     if model.ranks.size > 1:
         shared = torch.tensor(number, dtype=torch.float32, device=model.device)
         distributed.all_reduce(shared, distributed.ReduceOp.MAX)

@@ -1,8 +1,8 @@
-"""Builds for everything that launchers launch, found without running a kernel or having a GPU.
+"""Builds of all kernels that launchers launch, found without running a kernel or having a GPU.
 
 Inside ``recorded_launches`` operations are called with tensors on the meta device, which represents
-a device of the target, or with CPU tensors; each launch is recorded under the key by which Triton
-looks its compiled code up. Kernels do not run, so results are garbage and must not decide anything.
+a device of the target, or with CPU tensors. Each launch is recorded under the key by which Triton
+looks up its compiled code. Kernels do not run, so results are garbage and must not decide anything.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import torch
 import anymla.ops
 import lab.builds
 from anymla.ops import device as device_facts
-from anymla.ops.device import INTERPRETED, Target, has_gluon
+from anymla.ops.device import INTERPRETED, Target
 from anymla.ops.registry import Operation, Support
 from crossrun.targets import triton_target
 from lab.build import Build
+from lab.kernel_files import kernel_modules
 
 META = torch.device("meta")
 Key = tuple[Any, ...]
@@ -190,13 +191,10 @@ def _forget_devices() -> None:
 
 def _import_kernels() -> None:
     """Import all kernel files, so that the functions they import from others are known."""
-    prefixes = ("triton_", "gluon_") if has_gluon() and not INTERPRETED else ("triton_",)
-    for family in pkgutil.iter_modules(anymla.ops.__path__, "anymla.ops."):
-        if family.ispkg:
-            paths = importlib.import_module(family.name).__path__
-            for module in pkgutil.iter_modules(paths, f"{family.name}."):
-                if module.name.rpartition(".")[2].startswith(prefixes):
-                    importlib.import_module(module.name)
+    for names in kernel_modules().values():
+        for name in names:
+            if not (INTERPRETED and ".gluon_" in name):
+                importlib.import_module(name)
 
 
 def derived_families() -> list[str]:
@@ -218,7 +216,7 @@ def derived_builds(family: str, target: Target) -> list[Build]:
 
 
 def judged(family: str, builds: Iterable[Build], target: Target) -> list[Build]:
-    """Builds of a family's kernels with what its file ``builds`` says they must fulfil."""
+    """Return builds of a family's kernels with the requirements in its file of ``builds``."""
     module = importlib.import_module(f"lab.builds.{family}")
     return [dataclasses.replace(each, judgement=module.judgement(each, target)) for each in builds]
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import itertools
-import pkgutil
 from collections.abc import Iterable, Iterator
 
 import torch
 
-import anymla.ops
 from anymla.bench.gpu_timing import sums
 from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
 from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
@@ -20,6 +17,7 @@ from anymla.layers.side_stream import INLINE, SideStream
 from anymla.ops.compile_ahead import compiled_together
 from anymla.runtime.device_step import Reads
 from anymla.runtime.options import EngineOptions
+from lab.kernel_files import family_of
 from lab.layer_rival import compile_unfused, rival_kernels
 from lab.layer_work import layer_work
 from lab.peers.deep_gemm import DeepGemm
@@ -30,12 +28,12 @@ PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
 _LAUNCH_US = 3.0
 _FACTOR = 2.5
-# DeepGEMM where it is.
+# FlashMLA, and DeepGEMM where it is installed.
 Others = tuple[FlashMla, DeepGemm | None]
-# How often each copy of a layer follows in a graph: a model's graph has tens of layers, so that
-# little of what starting a graph takes is left for each.
+# Repetitions of each layer's copy in a graph. A model's graph has tens of layers, so that each
+# bears little of the cost of starting a graph.
 _ROUNDS = 3
-_NAME = 48  # characters of a kernel's name that tell it apart
+_NAME = 48  # characters of a kernel's name that identify it
 
 
 def cases(
@@ -46,7 +44,7 @@ def cases(
     queries: int = 1,
     reads: Iterable[Reads] = (Reads.SLOTS,),
 ) -> Iterator[LayerCase]:
-    """Every combination; a layer without entries takes as long at every context."""
+    """Yield every combination once; a layer without entries takes as long at every context."""
     batches, contexts, reads = tuple(batches), tuple(contexts), tuple(reads)
     for model in models:
         for ratio in ratios:
@@ -63,14 +61,14 @@ def layer_cases(
     others: Others | None = None,
     timelines: bool = False,
 ) -> Iterator[Case]:
-    """The chosen cases; those of one layer should follow each other.
+    """Measure the chosen cases, of which those of one layer should be adjacent.
 
     Args:
         chosen: cases to measure, in order.
-        clock: whose device the layers are made on.
+        clock: clock on whose device the layers are made.
         beside: value of ``EngineOptions.side_stream``.
-        others: peers to measure the same layer assembled from as well.
-        timelines: also see when each kernel starts and ends.
+        others: peers with which the same layer is assembled and measured too.
+        timelines: True to record when each kernel starts and ends.
     """
     device = clock.device
     options, second = EngineOptions(side_stream=beside), SideStream(device)
@@ -120,7 +118,7 @@ def compile_ahead(
     with compiled_together() as only_compiled:
         if only_compiled:
             for batch in batches:
-                # What is only compiled leaves garbage, also in the plans of a step.
+                # Calls that only compile leave garbage, also in the plans of a step.
                 step = dataclasses.replace(batch.step, plans=Plans())
                 dataclasses.replace(batch, step=step).run(setup.layers[0])
                 if others is not None:
@@ -134,13 +132,12 @@ def _calls(setup: LayerSetup, batch: DecodeBatch) -> list[Call]:
 def layer_case(
     setup: LayerSetup, case: LayerCase, batch: DecodeBatch, others: Others | None = None
 ) -> Case:
-    """Microseconds, launches, microseconds by family of kernels, share of the roofline.
+    """Return the time, launches, time by kernel family, and share of the roofline of a layer.
 
-    Microseconds are of one of the layers that follow each other in a graph.
-
-    ``times_others`` is how many times as long the layer takes from others' kernels. The families'
-    times are of single kernels, without the gaps between them; ``kernels_us`` has for every kernel
-    how often it is launched, and the microseconds of all its launches.
+    Times are in us, of one of the layers that follow each other in a graph. ``times_others`` is how
+    many times as long the layer takes with others' kernels. Times by family are those of single
+    kernels, without the gaps between them; ``kernels_us`` holds for every kernel the number of its
+    launches and the time of all of them.
     """
     return Case(
         PART,
@@ -167,7 +164,7 @@ def _subjects(
             "weights_mb": work.weight_bytes / 1e6,
             "caches_mb": work.cache_bytes / 1e6,
             "visited_experts": visited,
-            "parts_us": sums((family(name), taken) for name, taken in kernels),
+            "parts_us": sums((family_of(name), taken) for name, taken in kernels),
             "kernels_us": {
                 name: [sum(name == other[:_NAME] for other, _ in kernels), taken]
                 for name, taken in sums((name[:_NAME], taken) for name, taken in kernels).items()
@@ -181,7 +178,7 @@ def _subjects(
 
         def seen(_: float) -> Values:
             kernels = clock.kernel_times(theirs[0])
-            parts = sums((family(name), taken) for name, taken in kernels)
+            parts = sums((family_of(name), taken) for name, taken in kernels)
             return {"others_launches": len(kernels), "others_parts_us": parts}
 
         within = functools.partial(rival_kernels, *others)
@@ -200,26 +197,3 @@ def _row(case: LayerCase, values: Values) -> tuple[Values, Verdict]:
     verdict = (words, us <= allowed) if case.batch <= 8 else None
     digits = dict.fromkeys(("us", "others_us", "roofline_us", "weights_mb", "caches_mb"), 1)
     return rounded(values, digits | {"times_others": 2, "share_of_roofline": 3}), verdict
-
-
-def family(kernel: str) -> str:
-    """The family of operations that a kernel belongs to; "torch" for torch's and the vendor's."""
-    return _families().get(kernel, "torch")
-
-
-_FOUND: dict[str, str] = {}
-
-
-def _families() -> dict[str, str]:
-    """Family of every kernel of the package by its name."""
-    if not _FOUND:
-        for found in pkgutil.iter_modules(anymla.ops.__path__):
-            if not found.ispkg:
-                continue
-            path = importlib.import_module(f"anymla.ops.{found.name}").__path__
-            for module in pkgutil.iter_modules(path, f"anymla.ops.{found.name}."):
-                if "triton_" in module.name or "gluon_" in module.name:
-                    for name in vars(importlib.import_module(module.name)):
-                        if name.endswith("_kernel"):
-                            _FOUND.setdefault(name, found.name)
-    return _FOUND

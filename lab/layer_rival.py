@@ -1,11 +1,11 @@
 """The same decode layer assembled from others' kernels.
 
-FlashMLA's attention, DeepGEMM's FP8 products and index scores with torch's top-k; without DeepGEMM,
-cuBLAS's products. What they do not cover stays ours, unfused where this package fuses:
+It has FlashMLA's attention, and DeepGEMM's FP8 products and index scores with torch's top-k;
+without DeepGEMM, cuBLAS's products. Everything else stays ours, unfused where this package fuses:
 hyper-connections leave and enter in three operations, norms, rotations and insertions are
-operations of their own, and activations are quantised by a launch of their own. Experts and the
-grouped output projection are ours in both: DeepGEMM has no product of FP4 weights for Hopper, and
-its batched FP8 product is for later GPUs. Only for benchmarks.
+operations of their own, and activations are quantised by a separate launch. Experts and the grouped
+output projection are ours in both: DeepGEMM has no product of FP4 weights for Hopper, and its
+batched FP8 product is for later GPUs. Only for benchmarks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from anymla.layers import attention, codes, heads, hyper_connection, selection
+from anymla.layers import attention, codes, hyper_connection, selection
 from anymla.layers.hyper_connection import HyperConnection, Streams
 from anymla.ops.attention import sparse_attention
 from anymla.ops.hyper_connection import hc_post, hc_pre
@@ -33,11 +33,11 @@ from lab.peers.flash_mla import FlashMla
 
 @contextlib.contextmanager
 def rival_kernels(flash_mla: FlashMla, deep_gemm: DeepGemm | None = None) -> Iterator[None]:
-    """Layers that are called inside run on others' kernels.
+    """Run layers that are called inside on others' kernels.
 
     Args:
         flash_mla: library that runs attention.
-        deep_gemm: for products and index scores, or None.
+        deep_gemm: library that runs products and index scores, or None.
     """
     with contextlib.ExitStack() as patches:
         attend = functools.partial(flash_mla.attend, {})
@@ -58,7 +58,6 @@ def rival_kernels(flash_mla: FlashMla, deep_gemm: DeepGemm | None = None) -> Ite
             (hyper_connection, "hc_post_pre_norm", _post_pre_norm),
             (attention, "fused_q_kv_rmsnorm", _q_kv_norms),
             (attention, "qnorm_rope_kv_insert", _heads_and_row),
-            (heads, "quantises_in_one_kernel", lambda *_: False),
             (codes, "supports_prequantized", lambda _: False),
         ):
             patches.enter_context(mock.patch.object(module, name, unfused))
@@ -125,7 +124,7 @@ def _post_pre_norm(
 
 
 def compile_unfused(site: HyperConnection, streams: Streams) -> None:
-    """Enter a site as ``rival_kernels`` has it done, whose kernels are compiled by this."""
+    """Enter a site as under ``rival_kernels``, to compile the kernels of that."""
     assert streams.output is not None
     assert streams.mix is not None
     _post_pre_norm(

@@ -29,7 +29,7 @@ class Work:
     flops: int
 
     def roofline_us(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """Microseconds at the machine's measured rates, the slower of the two counting."""
+        """Return the least time in us at the machine's measured rates, by bytes or operations."""
         moved = self.weight_bytes + self.cache_bytes
         return max(moved / bytes_per_s, self.flops / flops_per_s) * 1e6
 
@@ -69,7 +69,7 @@ def layer_work(layer: DecoderLayer, config: ModelConfig, batch: DecodeBatch, vis
 
 
 def _rows(layer: DecoderLayer, batch: DecodeBatch) -> tuple[int, int, int]:
-    """Window rows and entries that a token attends to, and keys that are scored for it."""
+    """Count window rows and entries that a token attends to, and keys scored for it."""
     spec, context = layer.attention.spec, batch.step.max_seq_len
     window = min(context, spec.window)
     if not spec.ratio:
@@ -87,7 +87,7 @@ def _row_bytes(layout_id: str) -> int:
 
 def _packed(layer: nn.Module) -> list[PackedWeight]:
     modules = list(layer.modules())
-    # Their parts are among the modules as well.
+    # The parts of merged products are among the modules as well.
     merged = {id(module.merged) for module in modules if isinstance(module, LinearPair)}
     found = [
         module.packed

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from anymla.bench.gpu_timing import kernel_times, sums
+from anymla.bench.gpu_timing import GraphClock, sums
 from anymla.bench.layer_setup import MODELS
 from anymla.bench.random_caches import fill_randomly
 from anymla.bench.random_weights import RandomWeights
 from anymla.bench.report import Result
+from anymla.layers.ranks import ALONE, Ranks
 from anymla.layers.step import Step
 from anymla.model.build import Builder, Ngrams
 from anymla.model.config import EngramConfig, ModelConfig
@@ -29,8 +30,8 @@ from anymla.runtime.request import Request
 from anymla.runtime.sampler import best_tokens
 from anymla.runtime.scoring import token_logprobs
 from anymla.testing.published import FLASH_41
-from lab.layer import family
-from lab.timing import median, spread
+from lab.kernel_files import family_of
+from lab.timing import median, microseconds
 
 WHOLE: dict[str, dict[str, Any]] = MODELS | {"flash-41": FLASH_41}
 PART = "whole model, random weights, decode step"
@@ -52,10 +53,7 @@ def random_model(
     changes: dict[str, object],
     ngrams: bool = False,
 ) -> Transformer:
-    """The first layers of a model, with few experts, without draft layers.
-
-    With ``ngrams`` V4.1's layers read theirs, from small tables on the host.
-    """
+    """Make the first layers of a model, with few experts and without draft layers."""
     published = WHOLE[model]
     text = published.get("text_config", published)
     values = text | {
@@ -68,24 +66,48 @@ def random_model(
     if text is not published:
         values = published | {"text_config": _shared_values(values, layers, ngrams) | changes}
         changes = {}
-    config = ModelConfig.from_dict(values | changes)
-    weights = RandomWeights(config, device)
-    engram = config.engram
+    return random_transformer(ModelConfig.from_dict(values | changes), device)
+
+
+def random_transformer(
+    config: ModelConfig,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int | None = None,
+    share_channels: bool | None = None,
+) -> Transformer:
+    """Make a rank's share of a model of random weights.
+
+    Args:
+        config: configuration of the model.
+        device: device that holds the weights.
+        ranks: processes that share the model.
+        dtype: dtype of the activations.
+        seed: the model is the same for any ranks if they give one seed; None for torch's generator.
+        share_channels: True to share each expert's channels, False to share whole experts; None
+            for what an engine does.
+    """
+    weights, engram = RandomWeights(config, device, seed=seed), config.engram
+    ngrams = None
+    if engram is not None:
+        ngrams = Ngrams(torch.arange(config.vocab_size) % engram.tokens, weights.table)
     return Builder(
         config,
         weights.tensor,
         weights.linear,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=device,
         backend=None,
-        ngrams=None
-        if engram is None
-        else Ngrams(torch.arange(config.vocab_size) % engram.tokens, weights.table),
+        ranks=ranks,
+        ngrams=ngrams,
+        share_channels=share_channels,
     ).transformer()
 
 
 def _shared_values(values: dict[str, Any], layers: int, ngrams: bool) -> dict[str, Any]:
-    """V4.1's fields for its first layers."""
+    """Return V4.1's configuration fields for its first layers."""
     kept = {k: v for k, v in values.items() if not k.startswith("dspark_")}
     sources = {
         name: [layer for layer in kept[name] if layer < layers]
@@ -122,21 +144,7 @@ def decode_steps(
     steps: int = 32,
     kv_cache: str = "fp8",
 ) -> Iterator[Result]:
-    """Wall time of steps, choosing tokens included.
-
-    Requests begin with ``context`` tokens whose cache rows are random, so that nothing has to be
-    prefilled. All modes see the same ones, and their tokens are compared with the first mode's.
-    Kernels are timed when all steps have been: the profiler's hooks stay in the process.
-
-    Args:
-        model: model whose steps are timed.
-        label: name of the model in rows.
-        batches: requests at a time.
-        modes: values of ``EngineOptions.decode`` to compare.
-        context: tokens of a request in front of the first step.
-        steps: number of steps that are timed.
-        kv_cache: value of ``EngineOptions.kv_cache``.
-    """
+    """Measure the wall time of steps, including the choice of tokens."""
     timed: list[tuple[Engine, Result]] = []
     for batch in batches:
         wanted: list[list[int]] = []
@@ -144,20 +152,17 @@ def decode_steps(
             start = time.perf_counter()
             engine = engine_at(model, batch, context, _FIRST_STEPS + steps, mode, kv_cache=kv_cache)
             _compile_ahead(model, engine.store, batch, engine.options.max_seq_len)
-            times = _times(engine, steps)
+            times, _ = timed_steps(engine, _FIRST_STEPS, steps)
             elapsed = time.perf_counter() - start
             tokens = [engine.state(str(number)).generated for number in range(batch)]
             wanted = wanted or tokens
-            low, high = spread(times)
             same = sum(map(list.__eq__, tokens, wanted))
             exact = mode != "plain"
             result = Result(
                 PART,
                 f"{label}, batch {batch}, context {context}, {mode}",
                 {
-                    "us": round(median(times) * 1e6, 1),
-                    "us_p10": round(low * 1e6, 1),
-                    "us_p90": round(high * 1e6, 1),
+                    **microseconds(times),
                     "tokens_per_s": round(batch / median(times), 1),
                     "same_tokens": f"{same} of {batch}",
                     "all_s": round(elapsed, 1),
@@ -182,19 +187,7 @@ def engine_at(
     draft_tokens: int = 0,
     kv_cache: str = "fp8",
 ) -> Engine:
-    """An engine of random caches, whose requests all decode next.
-
-    Whatever the options, requests have the same rows.
-
-    Args:
-        model: model that the engine runs.
-        batch: number of requests.
-        context: tokens of each.
-        steps: number of steps in which no request ends.
-        mode: value of ``EngineOptions.decode``.
-        draft_tokens: value of ``EngineOptions.draft_tokens``.
-        kv_cache: value of ``EngineOptions.kv_cache``.
-    """
+    """Make an engine with random caches, whose requests all decode next."""
     longest = context + (steps + 4) * (1 + draft_tokens)
     engine = Engine(
         model,
@@ -240,7 +233,7 @@ def _compile_ahead(model: Transformer, store: CacheStore, batch: int, max_seq_le
 
 
 def padding_step(model: Transformer, store: CacheStore, batch: int, max_seq_len: int) -> Step:
-    """A decode step of ``batch`` tokens that are nobody's."""
+    """Make a decode step of ``batch`` tokens that belong to no request."""
     device = store.device
     rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
     nobody = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -259,23 +252,31 @@ def padding_step(model: Transformer, store: CacheStore, batch: int, max_seq_len:
 
 
 def _kernels(engine: Engine) -> dict[str, object]:
-    """Launches of a step, and the microseconds of its kernels by family."""
+    """Count a step's launches, and sum the us of its kernels by family."""
     if engine.store.device.type == "cpu":
         return {}
-    kernels = kernel_times(engine.step)
+    kernels = GraphClock().kernel_times(engine.step)
     return {
         "launches": len(kernels),
-        "parts_us": sums((family(name), taken) for name, taken in kernels),
+        "parts_us": sums((family_of(name), taken) for name, taken in kernels),
     }
 
 
-def _times(engine: Engine, steps: int) -> list[float]:
-    """Seconds of decode steps."""
-    for _ in range(_FIRST_STEPS):
+def timed_steps(engine: Engine, first: int, count: int) -> tuple[list[float], int]:
+    """Return the seconds of ``count`` steps after ``first`` others, and the number of tokens."""
+    for _ in range(first):
         engine.step()
-    times = []
-    for _ in range(steps):
+    wait(engine.model.device)
+    times, tokens = [], 0
+    for _ in range(count):
         start = time.perf_counter()
-        engine.step()
+        report = engine.step()
         times.append(time.perf_counter() - start)
-    return times
+        tokens += sum(map(len, report.new_tokens.values()))
+    return times, tokens
+
+
+def wait(device: torch.device) -> None:
+    """Wait for everything that was launched on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

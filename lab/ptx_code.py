@@ -1,4 +1,4 @@
-"""Statements of PTX text, in which order they run, and where in shared memory they go."""
+"""Statements of PTX text, the order in which they run, and the shared memory that they access."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import collections
 import functools
 import re
 
-# Labels of jumps, and of tables of them. What inline assembly calls its own is left in place.
+# Labels of jumps, and of tables of jumps. Labels of inline assembly stay in place.
 _LABEL = re.compile(r"^\s*(\$L\w+|JTI\w+):", re.MULTILINE)
 _IGNORED = re.compile(r"//[^\n]*|^\s*\.(?:loc|file|pragma)\b[^\n]*", re.MULTILINE)
 _DEFINITION = re.compile(r"(?:@!?%p\d+\s+)?(\w+)[\w.:]*\s+(%\w+)\s*,\s*(.*)", re.DOTALL)
 _JUMP = re.compile(r"(@!?%\w+\s+)?bra(?:\.uni)?\s+(\$L\w+)")
 _VARIABLE = re.compile(r"\.shared\b.*?\.b8\s+(\w+)\s*\[")
-# Further apart than shared memory is large.
+# Distance between variables, larger than shared memory.
 _APART = 1 << 32
 
 
@@ -46,9 +46,9 @@ class Code:
 
     @functools.cached_property
     def following(self) -> list[list[int]]:
-        """For every statement those that may run after it.
+        """Return for every statement those that may run after it.
 
-        Loops inside inline assembly, whose labels are their own, are not followed.
+        Loops inside inline assembly, whose labels are its own, are not followed.
         """
         found = []
         for place, part in enumerate(self.statements):
@@ -64,18 +64,18 @@ class Code:
         return found
 
     def address(self, part: str) -> int | None:
-        """The lowest that a statement goes to in shared memory, if what varies is not negative.
+        """Return the lowest shared address that a statement may access, if variable parts are >= 0.
 
-        Variables lie apart. That tells in which of a kernel's buffers a statement reads or writes:
-        their places are constants, what is added to them begins at nothing. None if it does not
-        follow from the text in which variable that is.
+        Variables lie far apart, so this tells in which of a kernel's buffers a statement reads or
+        writes: buffers begin at constants, and offsets into them begin at 0. None if the text does
+        not determine the variable.
         """
         at = re.search(r"\[\s*([^\],]+)", part)
         lowest = self._lowest(at[1]) if at else None
         return lowest if lowest is not None and lowest > _APART // 2 else None
 
     def _lowest(self, operand: str) -> int | None:
-        """None for what depends on itself only."""
+        """Return the lowest value of an operand; None if it depends only on itself."""
         operand = operand.strip()
         if re.fullmatch(r"-?\d+", operand):
             return int(operand)

@@ -1,18 +1,18 @@
-"""Checks in a kernel's PTX, and before, that warps synchronise shared memory as they must.
+"""Checks that a kernel's warps synchronise shared memory as they must, in PTX and in Gluon's IR.
 
-Warps meet before one of their threads arrives at an mbarrier for them all. Triton lets one thread
-of a partition arrive. That releases what this thread can see; what the other warps have done with
-shared memory it sees only if they met before, behind their last access. The order of barriers
-between partitions, which tests run on the host, means nothing without it.
+A warp barrier must precede an arrival at an mbarrier by one thread for several warps. Triton lets
+one thread of a partition arrive. Its arrival releases only what this thread can see, and it sees
+accesses of the other warps only if they passed a barrier after their last access. Without this, the
+order of barriers between partitions, which tests run on the host, means nothing.
 
-Reads have arrived before TMA may write where they read. A barrier orders reads and
-later writes of threads, not those of TMA: a read that is still under way when a buffer
-is given back has been seen to find what was copied there next. A thread that has read such a buffer
-executes fence.proxy.async before anybody is told. What the matrix unit reads has been waited for.
+Reads must be complete before TMA may write to the same place. A barrier orders reads and later
+writes of threads, but not those of TMA: a read that was still in flight when a buffer was given
+back has been seen to return data that were copied there next. A thread that has read such a buffer
+executes fence.proxy.async before it signals anybody. Reads by the matrix unit have been waited for.
 
-Every mbarrier that is initialised is used. Triton takes the memory of one that is not for something
-else, and an initialisation goes another way than a store: it has been seen to overwrite what was
-stored there after it.
+Every mbarrier that is initialised must be used. Triton reuses the memory of one that is not, and an
+initialisation takes another path than a store: it has been seen to overwrite data that were stored
+there after it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEETS = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.sync\b")
 _ACCESS = re.compile(
     r"\b(?:ld|st|atom|red)\.[\w.:]*shared|\b(?:st|ld)matrix\b|\bwgmma\.(?:mma|wait)|\bcp\.async"
 )
-# Nobody branches to what tells where a line of the source begins.
+# No branch leads to the labels that mark lines of the source.
 _LABEL = re.compile(r"^\$L(?!__tmp)")
 
 _COPIES = re.compile(r"\bcp\.async\.bulk\.[\w.:]*shared::c\w+\.global")
@@ -35,7 +35,7 @@ _READS = re.compile(r"\bld\.shared|\bldmatrix")
 _WRITES = re.compile(r"\b(?:st|atom|red)\.shared|\bstmatrix|\bcp\.async\.c[ag]\.|\bmbarrier\.init")
 _WORD = re.compile(r"\[[a-z]\w*\+\d+\]")
 _FENCES = re.compile(r"fence\.proxy\.async")
-# Announcing bytes tells nobody that there is room.
+# An arrival that only announces bytes does not signal that a buffer is free.
 _TELLS = re.compile(r"\bmbarrier\.arrive\b(?!\.expect_tx)")
 
 _MBARRIER = re.compile(r"(%\w+) = ttg\.local_alloc\b.*!ttg\.memdesc<\d+(?:x\d+)*xi64\b")
@@ -44,7 +44,7 @@ _NO_USE = re.compile(r"ttng\.init_barrier\b|ttng\.inval_barrier\b|ttg\.local_dea
 
 
 def idle_barriers(ttgir: str) -> list[str]:
-    """Names of mbarriers, or rows of them, that are initialised at most."""
+    """List mbarriers, or rows of them, that are initialised but not used."""
     found = {made[1]: {made[1]} for made in _MBARRIER.finditer(ttgir)}
     for line in ttgir.splitlines() if found else ():
         part, names = _PART_OF.search(line), set(re.findall(r"%\w+", line))
@@ -57,9 +57,9 @@ def idle_barriers(ttgir: str) -> list[str]:
 
 
 def unmet_arrivals(ptx: str) -> list[str]:
-    """Arrivals by one thread with an access of shared memory, or a label, after the last barrier.
+    """List arrivals by one thread after an access of shared memory, or a label, without a barrier.
 
-    Arrivals that announce bytes, and those that a kernel writes itself, are not looked at.
+    Arrivals that announce bytes, and those that a kernel writes itself, are ignored.
     """
     found, met = [], False
     for line in ptx.splitlines():
@@ -74,13 +74,13 @@ def unmet_arrivals(ptx: str) -> list[str]:
 
 
 def unfenced_reads(ptx: str) -> list[str]:
-    """Arrivals, and copies, that reads of a buffer of TMA may still be under way at.
+    """List arrivals and copies that may happen while reads of a TMA buffer are in flight.
 
-    Along every path of a thread, by the reads since its last fence. An arrival at any barrier
-    counts, because who waits there may arrive for the one who copies. Reads of other memory do not:
-    memory begins again wherever threads write, and reads are of what begins last before them; words
-    at places of their own, which threads write, are theirs. Where it cannot be told what is read,
-    or copied to, the read counts.
+    Every path of a thread is followed, with the reads since its last fence. An arrival at any
+    barrier counts, because a thread that waits there may arrive for the one that copies. Reads of
+    other memory do not count: memory begins anew wherever threads write, and a read belongs to the
+    last memory that begins before it; separate words that threads write belong to the threads. If
+    the text does not determine what is read or copied to, the read counts.
     """
     if not _COPIES.search(ptx):
         return []
@@ -88,7 +88,7 @@ def unfenced_reads(ptx: str) -> list[str]:
     copies = [code.address(part) for part in code.statements if _COPIES.search(part)]
     writes = [code.address(part) for part in code.statements if _WRITES.search(part)]
     starts = sorted({at for at in (*copies, *writes) if at is not None})
-    # Words at places of their own: what partitions are given.
+    # Separate words hold the arguments of partitions.
     words = {
         at[0] for part in code.statements if _WRITES.search(part) and (at := _WORD.search(part))
     }
@@ -103,7 +103,7 @@ def unfenced_reads(ptx: str) -> list[str]:
         before = bisect.bisect_right(starts, at) - 1
         return before < 0 or starts[before] in copies
 
-    # Of every statement: whether there may be reads under way before it.
+    # For every statement, True if reads may be in flight before it.
     under_way, reached = [False] * len(code.statements), [False] * len(code.statements)
     waiting, found = [0], set()
     while waiting:

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from anymla.bench.report import read_lines
 from anymla.ops.device import TARGETS
 from lab import build_matrix
 from lab.build_matrix import Job
@@ -26,7 +25,7 @@ from lab.build_matrix import Job
 DEFAULT_TARGETS = ("sm_90", "gfx942")
 
 _SYMBOL = re.compile(r"(?:\.func|\.entry|\.type)\b[^\n@]*?\s@?([A-Za-z_$][\w$.]*)\s*[(,\n]")
-# Labels of line numbers (.Ltmp, $L__tmp) are named in debug sections alone.
+# Labels of line numbers (.Ltmp, $L__tmp) are referred to in debug sections alone.
 _DROPPED = re.compile(
     r"^\s*(?:\.loc\b|\.file\b|\.ident\b|//|;|(?:\.Ltmp|\$L__tmp)\d+:).*$|\s*//.*$|\s+;.*$",
     re.MULTILINE,
@@ -49,11 +48,11 @@ class Difference:
 
 
 def normalised(code: str) -> str:
-    """PTX or AMD assembly without names of functions, lines, comments and debug sections."""
+    """Remove names of functions, lines, comments and debug sections from PTX or AMD assembly."""
     code = re.split(r"^\s*\.section\s+\.debug", code, maxsplit=1, flags=re.MULTILINE)[0]
     code = _DROPPED.sub("", code)
     names = dict.fromkeys(_SYMBOL.findall(code))
-    # Longest first, since one name may begin another.
+    # Replace the longest first, since one name may begin another.
     for place, name in sorted(enumerate(names), key=lambda item: -len(item[1])):
         code = re.sub(
             rf"(?<![\w$])(\.L)?{re.escape(name)}(?=$|[^\w$]|_param)", rf"\g<1>F{place}", code
@@ -62,12 +61,12 @@ def normalised(code: str) -> str:
 
 
 def record(chosen: list[Job], workers: int, cache: Path | None = None) -> Iterator[dict[str, Any]]:
-    """One row a build: module, target, label and ``code``, a digest, or ``problem``.
+    """Yield one row per build: module, target, label, and ``code``, a digest, or ``problem``.
 
     Args:
-        chosen: builds, from ``build_matrix.jobs``.
-        workers: compilations at a time.
-        cache: a folder that remembers digests of kernels whose source did not change.
+        chosen: builds from ``build_matrix.jobs``.
+        workers: number of compilations at a time.
+        cache: folder that remembers digests of kernels whose source did not change.
     """
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(lambda job: _remembered(job, cache), chosen)
@@ -102,7 +101,8 @@ def _remembered(job: Job, cache: Path | None) -> dict[str, Any]:
     row |= build_matrix.apart(job, _digest_of_code)
     if place is not None and "code" in row:
         place.parent.mkdir(parents=True, exist_ok=True)
-        # A thread's own: the name of a Triton version has a dot, which ``with_suffix`` would cut.
+        # Use a file of this thread alone. The name of a Triton version has a dot, which
+        # ``with_suffix`` would cut.
         part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
         part.write_text(row["code"])
         part.replace(place)
@@ -142,12 +142,3 @@ class _without_assembler:
 
     def __exit__(self, *_: object) -> None:
         self._compiler.add_stages = self._stages
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a record.
-
-    Raises:
-        ValueError: a line is no JSON object, or it is no file.
-    """
-    return read_lines(path)

@@ -1,27 +1,23 @@
 """Parts of decode steps' time, from a profiler's trace of replayed graphs.
 
-Kernels of a step overlap: some are launched early, some run on further streams. So a kernel counts
-with what the step's end is later by it, and the parts add up to the time that the steps took.
+Kernels of a step overlap: some are launched early, some run on further streams. So each kernel
+counts with the time by which it delays the step's end, and the parts add up to the time of the
+steps.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
-from lab.layer import family
+from lab.kernel_files import family_of
+from lab.trace import Event, end_of, traced
 
 DRAFT, BETWEEN, GAPS, HEAD = "draft", "between graphs", "gaps in graphs", "head and choice"
-_PARTS = {
+# Parts of the package's kernels by their family.
+FAMILIES = {
     "attention": "attention",
     "indexer": "indexer",
     "compressor": "compressor",
@@ -31,7 +27,7 @@ _PARTS = {
     "hyper_connection": "hyper-connections",
     "norm_rope": "norms, RoPE, rows",
     "kv_cache": "norms, RoPE, rows",
-    "selection": "metadata",
+    "step_indices": "metadata",
 }
 # Words in the names of kernels that are not the package's own.
 _OTHERS = (
@@ -45,7 +41,7 @@ _OTHERS = (
     ("cutlass", "linears, cuBLAS"),
     ("splitk", "linears, cuBLAS"),
 )
-# A launch of that many kernels is a graph's.
+# A launch of at least this many kernels is that of a graph.
 _GRAPH = 8
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -69,21 +65,12 @@ class StepParts:
     launches: float
 
 
-def profiled(step: Callable[[], object], count: int) -> list[dict[str, Any]]:
-    """The trace events of some steps on the current CUDA device, and of one step behind them."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(count + 1):
-            step()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        seen.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return events
+def profiled(step: Callable[[], object], count: int) -> list[Event]:
+    """Return the trace events of some steps on the current CUDA device, and of one step more."""
+    return traced(lambda: [step() for _ in range(count + 1)])
 
 
-def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) -> StepParts | None:
+def step_parts(events: Iterable[Event], count: int, *, drafts: bool) -> StepParts | None:
     """Take steps apart; None if the trace does not show their graphs.
 
     Args:
@@ -109,7 +96,7 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
     draft_parts: dict[str, float] = collections.defaultdict(float)
     last, before, launches = begin, None, 0
     for event in kernels:
-        start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        start, stop = float(event["ts"]), end_of(event)
         if not begin <= start < end:
             continue
         launches += 1
@@ -134,28 +121,28 @@ def step_parts(events: Iterable[dict[str, Any]], count: int, *, drafts: bool) ->
     )
 
 
-def _chosen(kernels: Sequence[dict[str, Any]]) -> float:
-    """When the backbone's tokens have been chosen: its choice is the first of a graph."""
+def _chosen(kernels: Sequence[Event]) -> float:
+    """Return the time at which the backbone's tokens are chosen, by the first choice of a graph."""
     for event, following in zip(kernels, [*kernels[1:], None], strict=True):
-        if family(str(event["name"])) == "choice" and (
-            following is None or family(str(following["name"])) != "choice"
+        if family_of(str(event["name"])) == "choice" and (
+            following is None or family_of(str(following["name"])) != "choice"
         ):
             return float(event["ts"])
     return math.inf
 
 
-def _head(kernels: Sequence[dict[str, Any]], before: float) -> float:
-    """When the streams have been collapsed for the last time in a graph, before some time."""
+def _head(kernels: Sequence[Event], before: float) -> float:
+    """Return the time of the last collapse of the streams in a graph before ``before``."""
     collapses = [
         float(event["ts"])
         for event in kernels
-        if family(str(event["name"])) == "hyper_connection" and float(event["ts"]) < before
+        if family_of(str(event["name"])) == "hyper_connection" and float(event["ts"]) < before
     ]
     return collapses[-1] + 1e-3 if collapses else math.inf
 
 
 def _part(name: str) -> str:
-    known = _PARTS.get(family(name))
+    known = FAMILIES.get(family_of(name))
     if known is not None:
         return known
     low = name.lower()

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from anymla.bench.gpu_timing import recorded
+from lab.trace import Event, end_of, traced
 
 _REPLAYS = 4
-# Of the layers in a graph, the one that is looked at: others run before and after it.
+# Number of layers in a graph, and the index of the one that is examined; others run before and
+# after it.
 _LAYERS, _LOOKED_AT = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A kernel's time in microseconds from where its layer starts.
+    """A kernel's time in microseconds since the start of its layer.
 
     Attributes:
-        stream: numbered as they are first launched on.
-        start, end: kernels that are launched early start before those that they wait for end.
+        stream: number of the stream, in the order of first launches.
+        start, end: times of the kernel; kernels launched early start before their predecessors end.
         adds: microseconds by which this kernel delays the layer's end.
         name: name of the kernel.
     """
@@ -38,48 +36,42 @@ class Span:
 
 
 def timeline(calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> list[Span]:
-    """The kernels of one layer among others.
+    """Record the kernels of one layer among others.
 
     Args:
-        calls: layers of the same kernels, which are gone through in turn.
-        stream: to launch on.
+        calls: layers with the same kernels, called in turn.
+        stream: stream to launch on.
     """
     chosen = [calls[i % len(calls)] for i in range(_LAYERS)]
     graph = recorded(chosen, stream)
-    with torch.cuda.stream(stream), profile(activities=[ProfilerActivity.CUDA]) as seen:
+
+    def replay() -> None:
         for _ in range(_REPLAYS):
             graph.replay()
             stream.synchronize()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        seen.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+
+    with torch.cuda.stream(stream):
+        events = traced(replay)
     return spans_of(events, _REPLAYS, _LAYERS, _LOOKED_AT)
 
 
-def spans_of(
-    events: Sequence[dict[str, Any]], replays: int, layers: int, looked_at: int
-) -> list[Span]:
-    """One layer's kernels in the fastest of some replays, of a trace of as many in each."""
+def spans_of(events: Sequence[Event], replays: int, layers: int, looked_at: int) -> list[Span]:
+    """Extract one layer's kernels in the fastest of several replays from a trace."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     kernels.sort(key=lambda event: float(event["ts"]))
     each = len(kernels) // replays
     of_layer = each // layers
     assert 0 < of_layer * layers * replays == len(kernels)
     runs = [kernels[i * each : (i + 1) * each] for i in range(replays)]
-    fastest = min(runs, key=lambda run: max(map(_end, run)) - float(run[0]["ts"]))
+    fastest = min(runs, key=lambda run: max(map(end_of, run)) - float(run[0]["ts"]))
     some = fastest[looked_at * of_layer : (looked_at + 1) * of_layer]
     begin, last = float(some[0]["ts"]), 0.0
     streams: dict[Any, int] = {}
     spans = []
     for event in some:
-        start, end = float(event["ts"]) - begin, _end(event) - begin
+        start, end = float(event["ts"]) - begin, end_of(event) - begin
         stream = streams.setdefault(event["args"].get("stream"), len(streams))
         adds = round(max(0.0, end - last), 1)
         spans.append(Span(stream, round(start, 1), round(end, 1), adds, str(event["name"])))
         last = max(last, end)
     return spans
-
-
-def _end(event: dict[str, Any]) -> float:
-    return float(event["ts"]) + float(event["dur"])

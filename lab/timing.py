@@ -1,4 +1,4 @@
-"""Times of functions that are compared with each other."""
+"""Times of functions that are compared with each other, and what rows say of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CountedCalls(TorchDispatchMode):
-    """Inside, ``count`` counts the operators that torch is asked for, views and copies included."""
+    """Context in which ``count`` counts the operators that torch dispatches, also views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -24,21 +24,32 @@ class CountedCalls(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Count one, and run it."""
+        """Count an operator and run it."""
         self.count += 1
         return func(*args, **(kwargs or {}))
 
 
 def median(times: list[float]) -> float:
-    """The median, in the unit of the input."""
+    """Return the median, in the unit of the input."""
     return statistics.median(times)
 
 
 def spread(times: list[float]) -> tuple[float, float]:
-    """10th and 90th percentile."""
+    """Return the 10th and the 90th percentile."""
     ordered = sorted(times)
     last = len(ordered) - 1
     return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+
+
+def milliseconds(times: list[float], name: str = "ms") -> dict[str, float]:
+    """Fields of a row: median, 10th and 90th percentile of some seconds, in milliseconds."""
+    low, high = spread(times)
+    return {name: median(times) * 1e3, f"{name}_p10": low * 1e3, f"{name}_p90": high * 1e3}
+
+
+def microseconds(times: list[float]) -> dict[str, float]:
+    """Fields of a row: the same three in microseconds, each rounded to a tenth."""
+    return {name: round(1e3 * ms, 1) for name, ms in milliseconds(times, "us").items()}
 
 
 def interleaved(
@@ -76,12 +87,12 @@ def interleaved(
 
 
 def by_round(times: list[float], rounds: int) -> list[float]:
-    """Median of each turn of ``interleaved``."""
+    """Return the median of each turn of ``interleaved``."""
     block = len(times) // rounds
     return [median(times[i * block : (i + 1) * block]) for i in range(rounds)]
 
 
 def ratio_by_round(numerator: list[float], denominator: list[float], rounds: int) -> float:
-    """Median over the turns of the ratio of both medians: noise that lasts cancels."""
+    """Return the median over turns of the ratio of both medians, which cancels lasting noise."""
     pairs = zip(by_round(numerator, rounds), by_round(denominator, rounds), strict=True)
     return median([a / b for a, b in pairs])

@@ -1,4 +1,4 @@
-"""Random traffic for many steps: nothing is compiled any more, and memory stays where it is."""
+"""Random traffic for many steps, which must compile nothing new and keep memory constant."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _wave(engine: Engine, waiting: list[Request], rng: random.Random) -> Iterato
 
 @contextlib.contextmanager
 def _compilations() -> Iterator[list[str]]:
-    """Names of the kernels that Triton is asked to compile inside."""
+    """Collect names of the kernels that Triton is asked to compile inside."""
     found: list[str] = []
     if not has_triton():
         yield found

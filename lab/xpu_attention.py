@@ -15,7 +15,6 @@ import torch
 
 from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.attention import sparse_attention
 from anymla.ops.device import Target
 from lab import xpu_code
 from lab.build import Build
@@ -30,7 +29,7 @@ _PAGES, _PAGE = 64, 64
 
 
 def inputs() -> DecodeInputs:
-    """Tensors of the shape on the meta device."""
+    """Make the shape's tensors on the meta device."""
     layout = get_layout(MAIN_FP8)
 
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -48,7 +47,7 @@ def builds(target: Target, peer: VllmXpu) -> dict[str, list[Build]]:
     """Return the builds that each library launches for one key, by the library's name."""
     given = inputs()
     with recorded_launches(target) as ours:
-        given.ours(sparse_attention, backend="triton")[0]()
+        given.ours(backend="triton")[0]()
     calls = peer.decode(given)
     with recorded_launches(target) as theirs:
         calls[0]()
@@ -58,7 +57,7 @@ def builds(target: Target, peer: VllmXpu) -> dict[str, list[Build]]:
 
 
 def measure(target: Target, peer: VllmXpu) -> Iterator[Result]:
-    """A result a kernel."""
+    """Yield one result per kernel."""
     for library, found in builds(target, peer).items():
         rows = [_values(build, target) for build in found]
         whole = sum(row["instructions_per_key"] for row in rows)
@@ -79,7 +78,7 @@ def _values(build: Build, target: Target) -> dict[str, Any]:
     found = xpu_code.machine_code(code.asm["spv"], target)
     constants = build.constants
     keys = constants.get("BN") or constants.get("BLOCK_N") or 1
-    # A kernel without a step of keys has one key a program.
+    # A kernel without a loop over keys processes one key per program.
     step = found.loop_instructions if keys > 1 else len(found.instructions)
     return {
         "spills": found.spills,

@@ -1,8 +1,8 @@
-"""Machine code for Intel GPUs, and what it needs of them, from SPIR-V by Intel's compiler.
+"""Machine code for Intel GPUs and its requirements, from SPIR-V by Intel's compiler.
 
-Triton's compiler for XPU ends with SPIR-V; Intel's driver makes machine code of that when a kernel
-is loaded. The driver's compiler is also a program, ``ocloc``, which needs no device. It is taken
-from where ANYMLA_OCLOC says, else from PATH.
+Triton's compiler for XPU ends with SPIR-V, and Intel's driver compiles that to machine code when a
+kernel is loaded. The driver's compiler also exists as a program, ``ocloc``, which needs no device.
+Its path is ANYMLA_OCLOC, or else it is looked up in PATH.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from anymla.bench.xpu_code import ocloc
 from anymla.ops.device import Target
 
-# Registers of a thread. A driver compiles for 128, and again for 256 if that spills.
+# Registers per thread. A driver compiles for 128, and again for 256 if that spills.
 GRF_SIZES = (128, 256)
 _INSTRUCTION = re.compile(
     r"^\s*(?:\([^)]*\)\s+)?([a-z]\w*(?:\.\w+)*)\s+\(\d+\|M\d+\)(.*)$", re.MULTILINE
@@ -130,7 +130,7 @@ def _title(name: str, operands: str) -> str:
 
 
 def _longest_loop(listing: str) -> int:
-    """Instructions between a label and the last jump back to it, of the loop that has most."""
+    """Count the instructions of the longest loop, from a label to the last jump back to it."""
     labels: dict[str, int] = {}
     count = longest = 0
     for line in listing.splitlines():
@@ -150,7 +150,7 @@ def _number(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _code_bytes(elf: bytes) -> int:
-    """Size of the sections of instructions in a file of the 64-bit ELF format."""
+    """Return the size of the sections of instructions in a file of the 64-bit ELF format."""
     (headers,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<3H", elf, 0x3A)
     sections = [struct.unpack_from("<2I4Q", elf, headers + size * n) for n in range(count)]

@@ -20,21 +20,23 @@ from torch import Tensor
 from anymla import LLM, Generation
 from anymla.ops.linear import fp8_block_linear
 from anymla.ops.moe import experts, route_biased
-from anymla.ops.attention import sparse_attention
+from anymla.ops.attention import CacheRows, sparse_attention
 
 q = torch.zeros(2, 8, 512)
 slots = torch.zeros(2, 64, dtype=torch.int32)
-assert_type(sparse_attention(q, q, slots, sink=q[0, :, 0]), tuple[Tensor, Tensor])
-assert_type(sparse_attention(q, k_cache=q, indices=slots, backend="torch"), tuple[Tensor, Tensor])
+rows = [CacheRows(q, "v4_main_fp8", slots)]
+assert_type(sparse_attention(q, rows, sink=q[0, :, 0]), tuple[Tensor, Tensor])
+assert_type(sparse_attention(q, rows=rows, backend="torch"), tuple[Tensor, Tensor])
 assert_type(fp8_block_linear(q, q, q, quantize_activations=True), Tensor)
 assert_type(route_biased(q, q, q, k=2, scale=1.0), tuple[Tensor, Tensor])
-sparse_attention.supports(q, q, slots, backend="triton")
-sparse_attention(q, q, slots, sinks=q)  # call-arg
-sparse_attention(q, q, slots, sinks=q, backend="torch")  # call-arg
-sparse_attention(q, q)  # call-arg
-sparse_attention(q, q, slots, scale="1")  # arg-type
-sparse_attention(q, q, slots, backend=1)  # arg-type
-sparse_attention.supports(q, q, slots, sinks=q)  # call-arg
+sparse_attention.supports(q, rows, backend="triton")
+sparse_attention(q, rows, sinks=q)  # call-arg
+sparse_attention(q, rows, sinks=q, backend="torch")  # call-arg
+sparse_attention(q)  # call-arg
+sparse_attention(q, q)  # arg-type
+sparse_attention(q, rows, scale="1")  # arg-type
+sparse_attention(q, rows, backend=1)  # arg-type
+sparse_attention.supports(q, rows, sinks=q)  # call-arg
 experts.resolve(q, slots, q, num_experts=3)  # call-arg
 functools.partial(fp8_block_linear, quantise_activations=True)  # call-arg
 

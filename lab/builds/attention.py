@@ -19,6 +19,13 @@ from anymla.formats.page_layout import (
     V32_FP8,
     get_layout,
 )
+from anymla.ops.attention import (
+    CacheRows,
+    InverseRopeQuant,
+    sparse_attention,
+    sparse_attention_plan,
+    sparse_attention_rows,
+)
 from anymla.ops.attention.decode_config import FP8_CODES, NVFP4
 from anymla.ops.attention.decode_shapes import (
     CALLS,
@@ -28,12 +35,6 @@ from anymla.ops.attention.decode_shapes import (
     AttentionCall,
     AttentionShape,
 )
-from anymla.ops.attention.interface import (
-    sparse_attention,
-    sparse_attention_fp8_quant,
-    sparse_attention_plan,
-    sparse_attention_rows,
-)
 from anymla.ops.device import Target
 from lab.build import Build, Judgement, empty
 from lab.builds import attention_prefill
@@ -42,7 +43,7 @@ _PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Named calls, with tensors on the meta device."""
+    """Yield named calls, with tensors on the meta device."""
     if target.name == "sm_90":
         # First, because lengths of full lists are kept.
         for call in CAPTURED_CALLS:
@@ -82,7 +83,7 @@ def attend(
     """Call the operation with tensors that hold nothing."""
     shape, extra_layout = call.shape, call.extra_layout or call.layout
     tokens, heads = shape.tokens, shape.heads
-    given, kinds = [], {}
+    rows = []
     for width, page, layout in (
         (shape.window, call.page, call.layout),
         (shape.entries, call.extra_page, extra_layout),
@@ -90,33 +91,30 @@ def attend(
         if width:
             lengths = empty(tokens, dtype=torch.int32) if call.lengths else None
             listed = empty((tokens, width), dtype=torch.int32)
-            given.append((get_layout(layout).allocate(_PAGES, page, "meta"), listed, lengths))
-    if len(given) > 1:
-        names = ("extra_cache", "extra_indices", "extra_lengths")
-        kinds = dict(zip(names, given[1], strict=True))
+            cache = get_layout(layout).allocate(_PAGES, page, "meta")
+            rows.append(CacheRows(cache, layout, listed, lengths))
     plan: Tensor | None = None
     if call.planned:
-        extra = shape.entries or None
         plan = sparse_attention_plan(
-            given[0][2], kinds.get("extra_lengths"), heads=heads, width=shape.window,
-            extra_width=extra,
+            *(each.lengths for each in rows), heads=heads, width=shape.window,
+            extra_width=shape.entries or None,
         )  # fmt: skip
     q = empty((tokens, heads, shape.dim), dtype=dtype)
     sink = empty(heads, dtype=torch.float32) if call.sink else None
     options: dict[str, Any] = {
-        "sink": sink, "layout": call.layout, "extra_layout": extra_layout, "backend": backend,
-        "batch_invariant": call.batch_invariant, "plan": plan, **kinds,
+        "sink": sink, "backend": backend, "batch_invariant": call.batch_invariant, "plan": plan,
     }  # fmt: skip
     if call.quantized:
         positions = empty(tokens, dtype=torch.int64)
         table = empty((4096, _ROPE_DIM), dtype=torch.float32)
-        sparse_attention_fp8_quant(q, *given[0], positions, table, n_groups=_GROUPS, **options)
+        epilogue = InverseRopeQuant(positions, table, _GROUPS)
+        sparse_attention(q, rows, epilogue=epilogue, **options)
     else:
-        sparse_attention(q, *given[0], value_dim=shape.values, **options)
+        sparse_attention(q, rows, value_dim=shape.values, **options)
 
 
 def _captured(call: AttentionCall) -> None:
-    """As while a graph is captured and nothing has run before: nothing can be kept."""
+    """Attend as in a graph capture before which nothing ran, so that nothing can be kept."""
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         attend(call)
 
@@ -131,7 +129,7 @@ def _attend_rows(tokens: int, heads: int, channels: int) -> None:
 
 
 def judgement(build: Build, target: Target) -> Judgement:
-    """Spills that are accepted, and the matrix instructions that there must be."""
+    """Return the accepted spills, and the matrix instructions that must be in the code."""
     if build.name == "prefill_kernel":
         return attention_prefill.judgement(build, target)
     if build.name == "decode_m64_kernel":

@@ -28,7 +28,7 @@ _FIELDS = (
     "tile_heads", "head_tiles", "cut", "splits", "longest_first", "planned", "by_width",
     "one_block", "chosen",
 )  # fmt: skip
-# What a label says, and what need not be printed.
+# Fields that the label already shows or that need not be printed.
 IN_LABEL = (
     "batch", "rows", "heads", "extra", "page", "ragged", "lengths", "width", "draw", "number",
     *_FIELDS,
@@ -36,11 +36,11 @@ IN_LABEL = (
 
 
 def schedule_cases(chosen: Iterable[Drawn], sm_count: int) -> Iterator[Case]:
-    """A case for each schedule of each shape.
+    """Yield a case for each schedule of each shape.
 
     Args:
-        chosen: random shapes.
-        sm_count: SMs of the device.
+        chosen: random shapes to measure.
+        sm_count: number of SMs on the device.
     """
     for shape in chosen:
         tokens, widths = shape.batch * shape.rows, shape.widths
@@ -87,7 +87,7 @@ def _scheduled(shape: Drawn, schedule: Schedule, clock: Clock) -> Iterator[Subje
 
 
 def _calls(inputs: DecodeInputs, schedule: Schedule) -> list[Callable[[], Tensor]]:
-    """Calls by a schedule, one for each set of lists."""
+    """Make calls by a schedule, one for each set of lists."""
     launch = importlib.import_module("anymla.ops.attention.gluon_sm90_decode_launch")
     results = importlib.import_module("anymla.ops.attention.triton_decode_combine")
     shape, q = inputs.shape, inputs.q.flatten(0, 1)
@@ -101,11 +101,8 @@ def _calls(inputs: DecodeInputs, schedule: Schedule) -> list[Callable[[], Tensor
     to = results.AttentionOut(q.new_empty(q.shape), q.new_empty(q.shape[:2]).float())
 
     def attend(window: Tensor, extra: Tensor | None) -> Tensor:
-        layout, extra_layout = shape.layouts
-        more = None if extra is None else extra.flatten(0, 1)
-        first = inputs.cache, window.flatten(0, 1), lengths, layout
-        second = inputs.extra_cache, more, extra_lengths, extra_layout
-        call = launch.Call.of(q, first, second, inputs.sink, None, False, None)
+        rows = inputs.cache_rows(window, extra)
+        call = launch.Call.of(q, rows, inputs.sink, None, False, None)
         launch.attend(dataclasses.replace(call, schedule=schedule, plan=plan), to)
         out: Tensor = to.out
         return out

@@ -82,7 +82,7 @@ class Pool:
             part[:, PAGE * WIDTH :] = scales.view(torch.uint8)
 
     def inputs(self, shape: SelectShape, copies: int) -> list[Inputs]:
-        """Sets of inputs that read different pages."""
+        """Draw sets of inputs that read different pages."""
         device = self.cache.device
         each = shape.requests * shape.keys // PAGE
         order = torch.randperm(len(self.cache), device=device).int()
@@ -101,7 +101,7 @@ class Pool:
 
 
 def pages_needed(shapes: Sequence[SelectShape]) -> int:
-    """Pages of a pool from which every shape can take cold inputs."""
+    """Return the pages of a pool from which every shape can take cold inputs."""
     cold = copies_for(1) * 64
     return max([cold, _POOL_BYTES // _PAGE_BYTES, *(s.requests * s.keys // PAGE for s in shapes)])
 
@@ -112,14 +112,7 @@ def cases(
     deep_gemm: DeepGemm | None,
     vllm: VllmTopk | None,
 ) -> Iterator[Case]:
-    """Every shape by every backend that takes it, next to the peers that are given.
-
-    Args:
-        shapes: shapes of the selections.
-        backends: names in ``SCORES``.
-        deep_gemm: timed alone, with torch.topk, and with vLLM's kernels.
-        vllm: selects from DeepGEMM's scores.
-    """
+    """Yield every shape by every backend that takes it, beside the given peers."""
     pool = functools.cache(lambda device: Pool(pages_needed(shapes), device))
     for shape in shapes:
         yield Case(
@@ -131,7 +124,7 @@ def cases(
 
 
 def _row(backends: Sequence[str], values: Values) -> tuple[Values, Verdict]:
-    """The fastest of vLLM's kernels, and how many times as long as our best the peers take."""
+    """Name the fastest of vLLM's kernels, and compare the peers' times with our best."""
     times = {name: us for name, us in values.items() if name.startswith(_VLLM)}
     row: Values = {}
     for name, value in values.items():
@@ -194,7 +187,7 @@ def _by_kernel(select: Select, scores: Scores, given: Inputs) -> object:
 
 
 def score_only(backend: str, given: Inputs, shape: SelectShape) -> None:
-    """The scores of a selection without the top-k, in its own chunks."""
+    """Compute the scores of a selection without the top-k, in its own chunks."""
     from anymla.ops.device import target_of
     from anymla.ops.indexer.config import GROUP, choose_select_config, padded_entries
     from anymla.ops.indexer.inputs import select_inputs

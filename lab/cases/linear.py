@@ -1,4 +1,4 @@
-"""The FP8 products of a decode layer, each alone, and all of them one after the other."""
+"""FP8 products of a decode layer, each on its own, and all of them in sequence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import copies_for
+from anymla.bench.random_weights import random_e4m3
 from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
 from anymla.formats.fp8_block import FP8_BLOCK, quantize_fp8_rows
 from anymla.formats.quantized_rows import QuantizedRows
@@ -20,19 +21,12 @@ from anymla.ops.linear.shapes import MODELS, V41_MODELS, ProductShape
 TOKENS = (1, 8, 16, 32, 64, 128)
 _LAYERS = 3
 _HOPPER = "gluon_sm90"
-# Codes and scales of a product [N, K], in the layer's order.
+# Codes and scales of each product [N, K], in the order of the layer.
 Weights = dict[ProductShape, list[tuple[Tensor, Tensor]]]
 
 
 def cases(models: Iterable[str], tokens: Iterable[int]) -> Iterator[Case]:
-    """A layer's products, then each of them, then the compressors', for every number of tokens.
-
-    Of V4.1 the output projection by groups, which is bfloat16, and the compressors are left out.
-
-    Args:
-        models: "flash", "pro" or "flash-41".
-        tokens: numbers of tokens of a call.
-    """
+    """Yield a layer's products, then each of them, then the compressors', for all token counts."""
     tokens = tuple(tokens)
     for model in models:
         sizes = (MODELS | V41_MODELS)[model]
@@ -109,8 +103,7 @@ def _random_weights(
     groups, n, k = max(1, shape.groups), shape.n, shape.k
     made = []
     for _ in range(max(_LAYERS, copies_for(shape.elements))):
-        codes = torch.randint(0, 256, (groups, n, k), dtype=torch.uint8, device=device)
-        codes[(codes & 127) == 127] = 0  # no NaN
+        codes = random_e4m3(groups, n, k, device=device)
         scales = torch.randint(118, 124, (groups, n // block, k // block), device=device)
         made.append((codes, torch.exp2(scales.float() - 127)))
     return made
@@ -119,7 +112,7 @@ def _random_weights(
 def _calls(
     shape: ProductShape, weights: list[tuple[Tensor, Tensor]], tokens: int, block: int
 ) -> list[Callable[[], object]]:
-    """One call for every weight, of activations that come quantised where a scale is of 128."""
+    """Make one call per weight; activations come quantised where 128 channels share a scale."""
     groups, k = shape.groups, shape.k
     x = torch.randn(tokens * max(1, groups), k, device=weights[0][0].device).bfloat16()
     codes, scales = quantize_fp8_rows(x)

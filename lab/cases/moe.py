@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anymla.bench.gpu_timing import sums
+from anymla.bench.random_weights import random_experts
 from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.moe import experts
 from anymla.ops.moe.config import choose_w4a8_config
@@ -60,17 +61,7 @@ def cases(
     tensor_parallel: int = 1,
     blocks: Iterable[int] = (),
 ) -> Iterator[Case]:
-    """Experts of every model and number of tokens.
-
-    Args:
-        models: "flash", "pro" or "flash-41".
-        count: experts that there are; tokens choose among them evenly.
-        tokens: numbers of tokens of a call.
-        backends: timed beside what is chosen, on the same inputs.
-        peers: other libraries, likewise, if their results are right.
-        tensor_parallel: GPUs that share an expert's inner size, of which this is one.
-        blocks: pairs of W4A8's, timed as backends are.
-    """
+    """Yield experts of every model for every number of tokens."""
     tokens, backends, peers, blocks = tuple(tokens), tuple(backends), tuple(peers), tuple(blocks)
     shard = "" if tensor_parallel == 1 else f", 1/{tensor_parallel} of each"
     for model in models:
@@ -91,23 +82,6 @@ def cases(
                 functools.partial(_subjects, given, batch),
                 judge=_row,
             )
-
-
-def random_experts(count: int, d: int, inner: int, device: torch.device) -> dict[str, Any]:
-    """MXFP4 weights of random codes, with scales around those of released weights."""
-
-    def random(low: int, high: int, *shape: int) -> list[Tensor]:
-        made = torch.randint(low, high, (count, *shape), dtype=torch.uint8, device=device)
-        return list(made)
-
-    return {
-        "w1": random(0, 256, inner, d // 2),
-        "w3": random(0, 256, inner, d // 2),
-        "w2": random(0, 256, d, inner // 2),
-        "s1": random(116, 121, inner, d // 32),
-        "s3": random(116, 121, inner, d // 32),
-        "s2": random(116, 121, d, inner // 32),
-    }
 
 
 def _subjects(given: _Given, tokens: int, clock: Clock) -> Iterator[Subject]:
@@ -173,7 +147,7 @@ def _subjects(given: _Given, tokens: int, clock: Clock) -> Iterator[Subject]:
 
 
 def _w4a8(block_m: int, x: Tensor, ids: Tensor, weights: Tensor, **given: Any) -> Tensor:
-    """``experts`` by W4A8 with blocks of so many pairs."""
+    """Call ``experts`` by W4A8 with blocks of this many pairs."""
     launch = importlib.import_module("anymla.ops.moe.gluon_sm90_w4a8_launch")
     tensors = [
         ExpertTensors(given.pop(name), alignment=16)
@@ -192,7 +166,7 @@ def _w4a8(block_m: int, x: Tensor, ids: Tensor, weights: Tensor, **given: Any) -
 
 
 def _reference(call: functools.partial[Tensor]) -> Tensor:
-    """The reference's result for the first tokens, without quantised activations."""
+    """Compute the reference's result for the first tokens, without quantised activations."""
     x, ids, routing = (given[:_CHECKED] for given in call.args)
     exact = call.keywords | {"quantize_activations": False, "backend": "reference"}
     return experts(x, ids, routing, **exact).double()
@@ -206,10 +180,7 @@ def _timed(
     flops: int,
     clock: Clock,
 ) -> Values:
-    """A peer's fields: its time and error, or why it has none.
-
-    A peer that fails or is wrong costs no row, whatever it raises.
-    """
+    """Return a peer's fields: its time and error, or why it has none."""
     if peer.name not in given.prepared:
         given.prepared[peer.name] = _prepared(peer, given, clock)
     run = given.prepared[peer.name]

@@ -1,10 +1,10 @@
 """Attention during prefill, beside a peer that takes lists of rows.
 
-A case is the last ``tokens`` queries of a sequence of ``context`` tokens in a layer that sees its
-window alone, the selected ones of its entries (ratio 4), or all of its entries (ratio 128). The
-rows are decoded already, bfloat16, as the peer wants them; the time of decoding them is measured on
-its own. A pipeline is the same from FP8 pages to the output projection, beside gather-then-attend;
-listed rows are one tensor's at random, as ``flash_mla_sparse_fwd`` takes them.
+A case is the last ``tokens`` queries of a sequence of ``context`` tokens, in a layer that sees only
+its window, also selected entries (ratio 4), or also all of its entries (ratio 128). The rows are
+already decoded to bfloat16, as the peer wants them; decoding is timed on its own. A pipeline covers
+the way from FP8 pages to the output projection, and is compared with gather-then-attend. Listed
+rows are random rows of one tensor, as ``flash_mla_sparse_fwd`` takes them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._reference import attend
 from anymla.ops.attention import (
+    InverseRopeQuant,
     prefill_attention,
-    prefill_attention_fp8_quant,
     sparse_attention_rows,
 )
 from anymla.ops.attention.composed import named_rows
@@ -35,9 +35,9 @@ PART, LISTS = "attention during prefill", "flash_mla_sparse_fwd"
 WINDOW = 128
 _SEED = 1
 _SAMPLES = 48
-_PEER_GRAIN = 128  # the peer's lists are a multiple of so many slots wide
-_GROUP = 8  # heads of an output group
-# Times the peer's speed that are asked of a pipeline, and of listed rows.
+_PEER_GRAIN = 128  # width of the peer's lists is a multiple of this
+_GROUP = 8  # heads per output group
+# Targets of a pipeline and of listed rows, as multiples of the peer's speed.
 _PIPELINE_LEAST, _LISTS_LEAST = 1.2, 1.05
 
 # (q [T, H, 512], rows [N, 512], indices [T, K], lengths [T], sink [H]) -> out
@@ -46,13 +46,13 @@ Peer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCase:
-    """One measured call.
+    """Shape of one measured call of prefill attention.
 
     Attributes:
         kind: "window", "selected", "scattered" (selected at random, unsorted) or "all".
-        tokens: queries.
-        heads: of a query.
-        context: tokens of the sequence, the queries being its last.
+        tokens: number of query tokens.
+        heads: heads per query.
+        context: tokens in the sequence, whose last ones are the queries.
         topk: entries that the indexer selects.
     """
 
@@ -64,7 +64,7 @@ class PrefillCase:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Short description of the shape for people."""
         more = f" top {self.topk}" if self.topk else ""
         return f"{self.kind}{more} h{self.heads} T={self.tokens} of {self.context}"
 
@@ -102,14 +102,14 @@ PIPELINES = tuple(
 
 
 class Call:
-    """Inputs of a case."""
+    """Inputs of a case on a device, and calls on them."""
 
     def __init__(self, case: PrefillCase, device: torch.device) -> None:
-        """Draw them.
+        """Draw the inputs.
 
         Args:
-            case: what to draw.
-            device: where.
+            case: shape of the inputs.
+            device: device of the tensors.
         """
         tokens, heads = case.tokens, case.heads
         ratio = {"window": 0, "all": 128}.get(case.kind, 4)
@@ -139,7 +139,7 @@ class Call:
         self.flops = 4 * heads * 512 * int(self.ranges[:, 1].sum() + self.ranges[:, 3].sum())
 
     def roofline_us(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """Microseconds at a machine's rates, the slower counting: each byte moved once."""
+        """Return the least time in us at a machine's rates, by bytes moved once or by flops."""
         moved = sum(x.nbytes for x in (self.q, self.rows, self.ranges, self.out))
         moved += 0 if self.lists is None else self.lists.nbytes
         return max(moved / bytes_per_s, self.flops / flops_per_s) * 1e6
@@ -149,7 +149,7 @@ class Call:
         dequant_gather_slots(self.rows, self.cache, self.slots, layout=MAIN_FP8)
 
     def ours(self, backend: str) -> Tensor:
-        """Run anymla."""
+        """Run anymla's prefill attention."""
         out: Tensor = prefill_attention(
             self.q, self.rows, self.ranges, self.lists,
             window=WINDOW, entries=self.entries, sink=self.sink, out=self.out, backend=backend,
@@ -158,12 +158,12 @@ class Call:
 
     def quantised(self, backend: str) -> tuple[Tensor, Tensor]:
         """Run anymla with the output rotated and quantised."""
-        codes, scales = prefill_attention_fp8_quant(
-            self.q, self.rows, self.ranges, self.lists, self.positions, self.table,
-            n_groups=max(self.case.heads // _GROUP, 1), window=WINDOW, entries=self.entries,
-            sink=self.sink, backend=backend,
+        groups = max(self.case.heads // _GROUP, 1)
+        return prefill_attention(
+            self.q, self.rows, self.ranges, self.lists, window=WINDOW, entries=self.entries,
+            sink=self.sink, epilogue=InverseRopeQuant(self.positions, self.table, groups),
+            backend=backend,
         )  # fmt: skip
-        return codes, scales
 
     def separate_pass(self) -> tuple[Tensor, Tensor]:
         """Rotate and quantise the finished output."""
@@ -173,7 +173,10 @@ class Call:
         return codes, scales
 
     def peer(self, peer: Peer) -> Callable[[], Tensor]:
-        """The same call for the peer: heads padded to what it takes, compact lists, lengths."""
+        """Return a call of the peer on the same inputs.
+
+        Heads are padded to a number that it takes, and lists are compacted and given lengths.
+        """
         heads = self.case.heads
         q, sink = padded_heads(self.q, self.sink)
         assert sink is not None
@@ -187,7 +190,7 @@ class Call:
         return lambda: peer(q, self.rows, listed, lengths, sink)[:, :heads]
 
     def error(self, out: Tensor) -> float:
-        """Relative L2 error of some tokens against float64."""
+        """Return the relative L2 error of some tokens against float64."""
         tokens = self.case.tokens
         some = torch.linspace(0, tokens - 1, _SAMPLES).long().unique().tolist()
         wide = []
@@ -207,9 +210,10 @@ class Call:
 
 
 def _selected(visible: Tensor, entries: int, topk: int, local: bool) -> Tensor:
-    """Entries of each token [T, topk]: neighbours share most of them and they ascend, or neither.
+    """Draw selected entries of each token, [T, topk].
 
-    As an indexer's choice does, the local one favours what came last.
+    If ``local``, entries ascend, neighbouring tokens share most of them, and late entries are
+    preferred, as in an indexer's choice. Otherwise they are random.
     """
     tokens, device = len(visible), visible.device
     out = torch.full((tokens, topk), -1, dtype=torch.int32, device=device)
@@ -231,7 +235,7 @@ def _selected(visible: Tensor, entries: int, topk: int, local: bool) -> Tensor:
 
 
 def _least(case: PrefillCase) -> float:
-    """How many times the peer's speed is asked of a case."""
+    """Return the target of a case as a multiple of the peer's speed."""
     if case.kind == "window":
         return 1.4
     if case.kind == "all":
@@ -240,13 +244,13 @@ def _least(case: PrefillCase) -> float:
 
 
 def cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer | None) -> Iterator[Case]:
-    """Attention of a chunk.
+    """Yield cases of attention for a chunk of prefill.
 
-    ``us`` and ``peer_us`` are attention, ``fp8_us`` is attention whose output leaves rotated and
-    quantised, ``pass_us`` the separate pass that does the same to a finished output, ``decode_us``
+    ``us`` and ``peer_us`` time attention, ``fp8_us`` attention that rotates and quantises its
+    output, ``pass_us`` the separate pass that does the same to a finished output, and ``decode_us``
     the filling of the workspace. Queries and outputs exceed the caches, so that each call of a
     graph finds them in memory; the rows of a chunk stay cached, as they do from query to query.
-    ``roofline_us`` is at the rates of copies and of large matrix products on the same device.
+    ``roofline_us`` uses the rates of copies and of large matrix products on the same device.
     """
     for case in chosen:
         yield Case(
@@ -291,16 +295,17 @@ def _row(case: PrefillCase, values: Values) -> tuple[Values, Verdict]:
 
 
 class GatherThenAttend:
-    """From FP8 pages by lists of rows: the other way to run a call's inputs.
+    """Pipeline from FP8 pages by lists of rows, the alternative to attending to ranges.
 
-    Both decode what the chunk sees into bfloat16 rows, by the same kernel. Ours attends to ranges
-    of them, and the heads may leave rotated back and quantised. This one writes a list of rows for
-    each query (``combine_topk_swa_indices``), gives it to the peer's kernel, and rotates and
-    quantises in a pass of its own. What a step computes once for all layers is not timed in either.
+    Both pipelines decode the rows that the chunk sees into bfloat16 by the same kernel. Ours
+    attends to ranges of them, and may store the heads rotated back and quantised. This one writes a
+    list of rows for each query (``combine_topk_swa_indices``), passes it to the peer's kernel, and
+    rotates and quantises in a separate pass. Work that a step does once for all layers is not timed
+    in either.
 
     Args:
-        call: the inputs; its workspace is filled by each run.
-        peer: attention to listed rows.
+        call: inputs, whose workspace is filled by each run.
+        peer: function for attention to listed rows.
     """
 
     def __init__(self, call: Call, peer: Peer) -> None:
@@ -319,7 +324,7 @@ class GatherThenAttend:
             self.chosen = every.expand(case.tokens, -1).contiguous()
 
     def lists(self) -> tuple[Tensor, Tensor]:
-        """Rows of each query and how many there are."""
+        """Write the rows of each query, and how many there are."""
         rows, count = combine_topk_swa_indices(
             self.chosen, self.loc, self.length, self.gathered,
             window_size=WINDOW, compress_ratio=self.ratio, topk=self.chosen.shape[1],
@@ -328,19 +333,19 @@ class GatherThenAttend:
         return rows, count
 
     def attend(self) -> Tensor:
-        """Heads [T, H, 512]."""
+        """Decode the rows and attend; return heads [T, H, 512]."""
         call = self.call
         call.decode()
         return self.peer(call.q, call.rows, *self.lists(), call.sink)
 
     def quantised(self) -> tuple[Tensor, Tensor]:
-        """Heads rotated back, codes and scales."""
+        """Attend, then rotate the heads back and quantise; return codes and scales."""
         self.call.out = self.attend()
         return self.call.separate_pass()
 
 
 def pipeline(call: Call, backend: str, end: str) -> Callable[[], object]:
-    """The pipeline of this package; ``end`` is "bf16" or "fp8"."""
+    """Return a call of this package's pipeline that ends with "bf16" or "fp8" heads."""
     attend = call.ours if end == "bf16" else call.quantised
 
     def run() -> object:
@@ -351,7 +356,7 @@ def pipeline(call: Call, backend: str, end: str) -> Callable[[], object]:
 
 
 def pipeline_cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer) -> Iterator[Case]:
-    """From FP8 pages to both kinds of heads, bfloat16 and FP8; 64 or 128 heads."""
+    """Yield cases of the pipelines from FP8 pages to bfloat16 and to FP8 heads."""
     for case in chosen:
         for end in ("bf16", "fp8"):
             yield Case(
@@ -377,7 +382,7 @@ def _pipeline(
 
 @dataclasses.dataclass(frozen=True)
 class ListedRows:
-    """Queries over lists of one length into one tensor of random rows."""
+    """Shape of queries with lists of one length into one tensor of random rows."""
 
     tokens: int
     heads: int
@@ -386,7 +391,7 @@ class ListedRows:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Short description of the shape for people."""
         return f"h{self.heads} T={self.tokens} K={self.width} of {self.rows} rows"
 
 
@@ -397,7 +402,7 @@ LISTED = tuple(
 
 
 def listed_cases(chosen: Iterable[ListedRows], backend: str, peer: Peer | None) -> Iterator[Case]:
-    """``sparse_attention_rows`` as ``flash_mla_sparse_fwd`` calls it."""
+    """Yield cases of ``sparse_attention_rows`` called like ``flash_mla_sparse_fwd``."""
     for shape in chosen:
         yield Case(
             LISTS,

@@ -1,7 +1,8 @@
 """Decode attention over the paged FP8 caches, beside FlashMLA and vLLM's path for XPU.
 
-In one process, on the same bytes: graph replay over rotating lists (cold rows), medians. Work is
-shared out once for a shape where a library does so; both combines are counted.
+All subjects run in one process on the same bytes, by graph replay over rotating lists (so that rows
+are cold); times are medians. Work is shared out once per shape where a library does so, and both
+libraries' combines are timed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, beside
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops._reference import attend
 from anymla.ops.attention import (
+    CacheRows,
+    InverseRopeQuant,
     sparse_attention,
-    sparse_attention_fp8_quant,
     sparse_attention_plan,
 )
 from anymla.ops.attention.decode_shapes import FLASH_DECODE, V32_DECODE, AttentionShape
@@ -37,17 +39,17 @@ RANDOM = "decode attention of random shapes beside FlashMLA"
 V32 = "decode attention over V3.2's rows beside FlashMLA"
 FP8_HEADS = "decode attention with FP8 heads"
 PORTABLE = "portable decode attention beside vLLM's"
-# Heads of random shapes: shards', those between tiles of 64, and whole models'.
+# Numbers of heads of random shapes: those of shards, some between tiles of 64, and whole models'.
 RANDOM_HEADS = (8, 16, 24, 32, 40, 64, 80, 96, 112, 128)
 _MOST_REQUESTS, _MOST_QUERIES, _MOST_ENTRIES = 300, 8, 2048
-_INPUT_SEEDS = 1000  # of the shapes of a draw
-# Fields that a label says.
+_INPUT_SEEDS = 1000  # seeds reserved for the inputs of each draw of shapes
+# Fields that the label already shows.
 IN_LABEL = (
     "batch", "rows", "heads", "extra", "page", "ragged", "lengths", "backend", "width", "draw",
     "number",
 )  # fmt: skip
 
-# What was asked of a shape, times as fast as a peer: few heads, V3.2's rows, vLLM's path.
+# Targets as multiples of the peer's speed: for few heads, for V3.2's rows, and against vLLM's path.
 _LEAST_HEADS, _LEAST, _LEAST_V32, _LEAST_PORTABLE = (8, 16, 32), 1.6, 0.9, 2.0
 _WINDOW_SLOTS, _EXTRA_SLOTS = 1 << 17, 1 << 18  # more rows than an L2 cache
 _MOST_LISTS = 16
@@ -56,18 +58,18 @@ _POSITIONS, _ROTATED, _GROUPS, _PEER_HEADS = 1 << 12, 64, 8, 64
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """One call.
+    """Shape of one measured call of decode attention.
 
     Attributes:
-        batch: requests.
-        rows: queries of a request, FlashMLA's s_q.
-        heads: query heads.
+        batch: number of requests.
+        rows: queries per request, FlashMLA's s_q.
+        heads: number of query heads.
         extra: slots of the second list; 0 for none.
-        page: entries of a page of the second cache.
-        ragged: lengths of the second list are random.
-        lengths: lengths are given; if not, lists are full.
+        page: entries per page of the second cache.
+        ragged: True if lengths of the second list are random.
+        lengths: True if lengths are given; if not, lists are full.
         width: slots of the first list.
-        v32: over DeepSeek-V3.2's rows, which have one list and no sinks.
+        v32: True for DeepSeek-V3.2's rows, which have one list and no sinks.
     """
 
     batch: int
@@ -82,17 +84,17 @@ class Decode:
 
     @property
     def model(self) -> AttentionShape:
-        """Whose rows they are."""
+        """Named shape of the model whose rows these are."""
         return V32_DECODE if self.v32 else FLASH_DECODE
 
     @property
     def layouts(self) -> tuple[str, str]:
-        """Of the rows of both lists."""
+        """Names of the page layouts of both lists' rows."""
         return (V32_FP8, V32_FP8) if self.v32 else (MAIN_FP8, MAIN_FP8)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Slots of the lists that there are."""
+        """Slots of each list that exists."""
         return (self.width, self.extra) if self.extra else (self.width,)
 
     @property
@@ -109,13 +111,13 @@ class Decode:
 
     @property
     def fields(self) -> Values:
-        """Of its row."""
+        """Fields of the shape in a row of results."""
         own = ("width",) if self.v32 else ("extra", "page", "ragged", "lengths")
         return {name: getattr(self, name) for name in ("batch", "rows", "heads", *own)}
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Short description of the shape for people."""
         what = f"h{self.heads} b{self.batch} s_q{self.rows} {self.width}"
         if self.v32:
             return f"V3.2 {what}"
@@ -126,11 +128,11 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(Decode):
-    """A random shape.
+    """A shape drawn at random.
 
     Attributes:
-        draw: seed of the shapes that it is one of.
-        number: its place among them.
+        draw: seed of the draw that this shape belongs to.
+        number: index of the shape in its draw.
     """
 
     draw: int = 0
@@ -138,27 +140,27 @@ class Drawn(Decode):
 
     @property
     def input_seed(self) -> int:
-        """Of its lengths, lists and queries."""
+        """Seed of the shape's lengths, lists and queries."""
         return _INPUT_SEEDS * self.draw + self.number
 
     @property
     def fields(self) -> Values:
-        """Of its row: all that was drawn."""
+        """Fields of the shape in a row of results, with everything that was drawn."""
         names = ("width", "draw", "number")
         return super().fields | {name: getattr(self, name) for name in names}
 
 
 def random_shapes(count: int, seed: int) -> Iterator[Drawn]:
-    """Shapes that nothing was tuned for; the first of a seed do not depend on how many there are.
+    """Yield random shapes, for which nothing was tuned.
 
-    Requests are log-uniform from 1 to 300, with 1 to 3 queries each, every tenth shape's up to 8.
-    Beside the window there are no entries in every tenth shape, else up to 2,048, half the time a
-    multiple of 64. Pages are of 64 or 2 entries; lengths of half the shapes are random, of a
-    quarter full, and a quarter has none.
+    A longer draw begins with the shapes of a shorter one. Requests are log-uniform from 1 to 300.
+    Each has 1 to 3 queries, or up to 8 in every tenth shape. Every tenth shape has no entries
+    beside the window; the others have up to 2,048, half the time a multiple of 64. Pages have 64 or
+    2 entries. Lengths are random in half of the shapes, full in a quarter, and absent in a quarter.
 
     Args:
-        count: how many.
-        seed: of the draw.
+        count: number of shapes to yield.
+        seed: seed of the random numbers.
     """
     draw = random.Random(seed)
     for number in range(count):
@@ -175,16 +177,16 @@ def random_shapes(count: int, seed: int) -> Iterator[Drawn]:
 
 
 def shapes() -> Iterator[Decode]:
-    """One query a request, shards, FlashMLA's own configurations, windows alone and long lists."""
+    """Yield shapes with one query a request, shards, FlashMLA's own, windows, and long lists."""
     batches = (1, 8, 32, 64, 128, 256)
     for heads, extra in ((64, 512), (128, 1024)):
         for batch in batches:
             yield Decode(batch, 1, heads, extra)
-    # Few heads, as tensor parallelism leaves them.
+    # Few heads, as under tensor parallelism.
     for batch in batches:
         for heads in (8, 16, 32):
             yield Decode(batch, 1, heads, 512)
-    # From FlashMLA's public benchmark program.
+    # Shapes from FlashMLA's public benchmark program.
     for heads, extra, page, ragged in (
         (64, 512, 64, False),
         (128, 1024, 64, False),
@@ -200,7 +202,7 @@ def shapes() -> Iterator[Decode]:
 
 
 def fp8_heads_shapes() -> Iterator[Decode]:
-    """One query a request, most important first."""
+    """Yield shapes with one query a request for attention with FP8 heads, most important first."""
     for heads, extra, batch in (
         (64, 512, 1), (64, 512, 8), (64, 512, 32), (64, 512, 128), (128, 1024, 1), (128, 1024, 32),
         (128, 1024, 128), (16, 512, 1), (16, 512, 32), (16, 512, 128), (64, 512, 64),
@@ -210,13 +212,13 @@ def fp8_heads_shapes() -> Iterator[Decode]:
 
 
 def portable_shapes() -> Iterator[Decode]:
-    """Flash with 64 heads, one query a request."""
+    """Yield shapes of V4-Flash's 64 heads with one query a request."""
     for batch in (1, 8, 32, 64, 128, 256):
         yield Decode(batch, 1, 64, 512)
 
 
 def v32_shapes() -> Iterator[Decode]:
-    """FlashMLA's batches for DeepSeek-V3.2, from its public benchmark program."""
+    """Yield FlashMLA's batches for DeepSeek-V3.2, from its public benchmark program."""
     for batch in (2, 64, 74, 128):
         heads, width = V32_DECODE.heads, V32_DECODE.window
         yield Decode(batch, 2, heads, 0, lengths=False, width=width, v32=True)
@@ -224,7 +226,7 @@ def v32_shapes() -> Iterator[Decode]:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeInputs:
-    """Tensors of a shape; ``lists`` holds some sets of slots to go through."""
+    """Tensors of a shape; ``lists`` holds several sets of slots to rotate through."""
 
     shape: Decode
     q: Tensor
@@ -237,7 +239,7 @@ class DecodeInputs:
 
     @classmethod
     def draw(cls, shape: Decode, device: torch.device) -> DecodeInputs:
-        """Random inputs, as many sets of lists as make the rows cold."""
+        """Draw random inputs, with enough sets of lists to keep the rows cold."""
         page = 64 if shape.v32 else 256
         cache = shared_rows(shape.layouts[0], _WINDOW_SLOTS, page, device)
         extra_cache = None
@@ -265,50 +267,48 @@ class DecodeInputs:
         sink = None if shape.v32 else torch.randn(shape.heads, device=device)
         return cls(shape, q, sink, cache, extra_cache, lengths, extra, lists)
 
-    def ours(
-        self, operation: Callable[..., Any], *args: Any, planned: bool = False, **keywords: Any
-    ) -> list[Callable[[], Tensor]]:
-        """Calls of one of this package's operations, one for each set of lists.
+    def cache_rows(self, window: Tensor, extra: Tensor | None) -> list[CacheRows]:
+        """Return the rows that one set of lists names."""
+
+        def listed(cache: Tensor, layout: str, slots: Tensor, lengths: Tensor | None) -> CacheRows:
+            each = None if lengths is None else lengths.repeat_interleave(self.shape.rows)
+            return CacheRows(cache, layout, slots.flatten(0, 1), each)
+
+        layout, extra_layout = self.shape.layouts
+        rows = [listed(self.cache, layout, window, self.lengths)]
+        if extra is not None and self.extra_cache is not None:
+            rows.append(listed(self.extra_cache, extra_layout, extra, self.extra_lengths))
+        return rows
+
+    def ours(self, *, planned: bool = False, **keywords: Any) -> list[Callable[[], Tensor]]:
+        """Return calls of ``sparse_attention``, one for each set of lists.
 
         Args:
-            operation: ``sparse_attention``, or with its output quantised.
-            args: after those of ``sparse_attention``.
-            planned: work is shared out once for all of them, as FlashMLA's is.
-            keywords: of the operation.
+            planned: True to share out work once for all of them, as FlashMLA does.
+            keywords: further keyword arguments of the operation.
         """
         shape = self.shape
-        repeat = functools.partial(torch.repeat_interleave, repeats=shape.rows)
-        lengths = None if self.lengths is None else repeat(self.lengths)
-        keywords |= {"sink": self.sink, "extra_cache": self.extra_cache}
-        if self.extra_lengths is not None:
-            keywords["extra_lengths"] = repeat(self.extra_lengths)
+        rows = [self.cache_rows(*each) for each in self.lists]
         if planned:
             keywords["plan"] = sparse_attention_plan(
-                lengths,
-                keywords.get("extra_lengths"),
+                *(each.lengths for each in rows[0]),
                 heads=shape.heads,
                 width=shape.width,
                 extra_width=shape.extra or None,
             )
-        calls: list[Callable[[], Tensor]] = []
-        for window, extra in self.lists:
-            more = {} if extra is None else {"extra_indices": extra.flatten(0, 1)}
-            given = (self.q.flatten(0, 1), self.cache, window.flatten(0, 1), lengths, *args)
-            calls.append(functools.partial(first_result, operation, *given, **keywords, **more))
-        return calls
+        call = functools.partial(
+            first_result, sparse_attention, self.q.flatten(0, 1), sink=self.sink, **keywords
+        )
+        return [functools.partial(call, each) for each in rows]
 
     def attention(self, backend: str, *, planned: bool = False) -> list[Callable[[], Tensor]]:
-        """Calls of ``sparse_attention``."""
+        """Return calls whose output is written to one tensor."""
         flat, values = self.q.flatten(0, 1), self.shape.model.values
         out = flat.new_empty(*flat.shape[:2], self.shape.model.out_dim)
-        layout, extra_layout = self.shape.layouts
-        return self.ours(
-            sparse_attention, out=out, layout=layout, extra_layout=extra_layout,
-            value_dim=values, backend=backend, planned=planned,
-        )  # fmt: skip
+        return self.ours(out=out, value_dim=values, backend=backend, planned=planned)
 
     def error(self, out: Tensor) -> float:
-        """Relative L2 error of the first queries of three requests against float64."""
+        """Return the relative L2 error of the first queries of three requests against float64."""
         shape, model = self.shape, self.shape.model
         out = out.reshape(shape.batch, shape.rows, -1, model.out_dim)[:, :, : shape.heads]
         window, extra = self.lists[0]
@@ -334,17 +334,17 @@ class DecodeInputs:
     def checked(
         self, calls: list[Callable[[], Tensor]], field: str, error: str, **more: Any
     ) -> Subject:
-        """Calls of attention, whose result is compared first."""
+        """Make a subject of calls of attention, whose error is measured before they are timed."""
         return Subject(field, calls, before=lambda: {error: self.error(calls[0]())}, **more)
 
 
 def compile_ahead(
     chosen: Iterable[Decode], backend: str, device: torch.device, *, planned: bool = False
 ) -> None:
-    """Compile what the shapes launch on all cores, where there is something to compile.
+    """Compile the kernels that the shapes launch on all cores, on targets that compile.
 
-    Random shapes share few kernels: one after the other, each takes seconds. Inputs are drawn again
-    when a shape is timed.
+    Random shapes share few kernels, but each takes seconds when compiled one after the other.
+    Inputs are drawn again when a shape is timed.
     """
     with compiled_together() as only_compiled, torch.inference_mode():
         for shape in chosen if only_compiled else ():
@@ -357,20 +357,20 @@ def compile_ahead(
 def first_result(
     function: Callable[..., tuple[Tensor, ...]], *args: Any, **keywords: Any
 ) -> Tensor:
-    """The first of a function's results."""
+    """Call a function and return the first of its results."""
     return function(*args, **keywords)[0]
 
 
 def decode_cases(
     chosen: Iterable[Decode], backend: str, peer: FlashMla | None, *, planned: bool = False
 ) -> Iterator[Case]:
-    """Decode attention, beside FlashMLA if it is given.
+    """Yield cases of decode attention, beside FlashMLA if it is given.
 
     Args:
-        chosen: of one model.
-        backend: of ``sparse_attention``.
-        peer: FlashMLA.
-        planned: work is shared out once for all calls.
+        chosen: shapes, all of one model.
+        backend: backend of ``sparse_attention`` to measure.
+        peer: FlashMLA's operations, or None.
+        planned: True to share out work once for all calls.
     """
     for shape in chosen:
         part, least, seed = PART, _LEAST if shape.heads in _LEAST_HEADS else 1.0, 0
@@ -408,7 +408,7 @@ def _decode(
 
 
 def portable_cases(chosen: Iterable[Decode], peer: VllmXpu) -> Iterator[Case]:
-    """Decode attention by portable Triton, beside vLLM's path of that kind."""
+    """Yield cases of decode attention by portable Triton, beside vLLM's Triton path for XPU."""
     words = f"at least {_LEAST_PORTABLE:g} times the speed of vLLM's path"
     for shape in chosen:
         yield Case(
@@ -429,7 +429,7 @@ def _portable(shape: Decode, peer: VllmXpu, clock: Clock) -> Iterator[Subject]:
 def fp8_heads_cases(
     chosen: Iterable[Decode], backend: str, peer: FlashMla | None
 ) -> Iterator[Case]:
-    """Attention alone, then with its epilogue (inverse RoPE, FP8) as two steps, then fused."""
+    """Yield cases that time attention alone, with its epilogue as a second step, and fused."""
     for shape in chosen:
         yield Case(
             FP8_HEADS,
@@ -462,9 +462,8 @@ def _fp8_heads(
 
     attention = inputs.attention(backend)
     apart = [functools.partial(with_epilogue, call) for call in attention]
-    fused = inputs.ours(
-        sparse_attention_fp8_quant, positions, table, n_groups=groups, backend=backend
-    )
+    epilogue = InverseRopeQuant(positions, table, groups)
+    fused = inputs.ours(epilogue=epilogue, backend=backend)
 
     def same_bytes(_: float) -> Values:
         mine, theirs = (calls[0]().view(torch.uint8) for calls in (fused, apart))

@@ -1,7 +1,7 @@
 """Decode attention over V4.1's rows, beside V4's rows and portable Triton.
 
-In one process: graph replay over rotating lists (cold rows), medians; lists are full, shapes the
-same for all rows.
+All subjects run in one process by graph replay over rotating lists (so that rows are cold); times
+are medians. Lists are full, and all rows have the same shapes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from anymla.formats.page_layout import V41_COMPRESSED_NVFP4, V41_MAIN_FP8
 from lab.cases.sparse_attention import Decode, DecodeInputs
 
 PART = "decode attention over V4.1's rows beside V4's"
-# Fields that a label says.
+# Fields that the label already shows.
 IN_LABEL = ("batch", "rows", "heads", "extra")
-# Layouts of the window's rows and of the entries, by the field of their time.
+# Layouts of the window's rows and of the entries, by the name of the time's field.
 FORMATS = {
     "fp8_us": (V41_MAIN_FP8, V41_MAIN_FP8),
     "nvfp4_us": (V41_MAIN_FP8, V41_COMPRESSED_NVFP4),
@@ -28,7 +28,7 @@ _V4, _PORTABLE = "v4_us", "portable_us"
 
 @dataclasses.dataclass(frozen=True)
 class V41Decode(Decode):
-    """One call over rows of V4.1.
+    """Shape of one measured call over V4.1's rows.
 
     Attributes:
         formats: layouts of the window's rows and of the entries.
@@ -38,12 +38,12 @@ class V41Decode(Decode):
 
     @property
     def layouts(self) -> tuple[str, str]:
-        """Of the rows of both lists."""
+        """Names of the page layouts of both lists' rows."""
         return self.formats
 
 
 def shapes() -> Iterator[Decode]:
-    """One query a request: V4.1's models, shards of heads, long lists, windows alone."""
+    """Yield shapes with one query a request: V4.1's models, shards, long lists, windows alone."""
     for heads, extra in ((64, 512), (128, 1024)):
         for batch in (1, 8, 32, 128):
             yield Decode(batch, 1, heads, extra)
@@ -56,11 +56,11 @@ def shapes() -> Iterator[Decode]:
 
 
 def v41_cases(chosen: Iterable[Decode], backend: str) -> Iterator[Case]:
-    """Every shape over V4's rows, and over V4.1's by ``backend`` and by Triton.
+    """Yield cases of every shape over V4's rows, and over V4.1's by ``backend`` and by Triton.
 
     Args:
-        chosen: shapes; of their rows nothing is taken.
-        backend: of ``sparse_attention``.
+        chosen: shapes to measure, whose own rows are ignored.
+        backend: backend of ``sparse_attention``.
     """
     for shape in chosen:
         fields = {name: getattr(shape, name) for name in IN_LABEL} | {"backend": backend}

@@ -1,10 +1,11 @@
-"""Attention of steps that verify drafts, several queries a request, beside FlashMLA.
+"""Attention in steps that verify drafts, several queries a request, beside FlashMLA.
 
-The queries of a request stand at neighbouring positions, so that their windows overlap, and see the
-same compressed entries of ratio 128; those of ratio 4 are chosen for each. One process, the same
-bytes, graph replay over rotating lists (cold rows), medians; work is shared out once for a shape.
-What layers do is beside the other way: by slots, or rows decoded once a request. Each also with its
-output rotated back and quantised.
+The queries of a request stand at neighbouring positions. So their windows overlap, and they see the
+same compressed entries of ratio 128, while those of ratio 4 are chosen for each. All subjects run
+in one process on the same bytes, by graph replay over rotating lists (so that rows are cold); times
+are medians, and work is shared out once per shape. Rows are read in the two ways that layers have:
+by slots, and decoded once per request. Both are also timed with the output rotated back and
+quantised.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.attention import (
+    InverseRopeQuant,
     prefill_attention,
-    prefill_attention_fp8_quant,
-    sparse_attention_fp8_quant,
 )
 from anymla.ops.attention.decode_shapes import FLASH_DECODE
 from anymla.ops.attention.plan import decoding_pays_in_steps
@@ -42,7 +42,7 @@ _PAGE, _EXTRA_PAGE = 256, 64
 _WINDOW_SLOTS, _EXTRA_SLOTS = 1 << 17, 1 << 19
 _MOST_LISTS = 8
 _LEAST, _LEAST_CHOSEN = 2.0, 1.25
-# Of the output projection; angles of a rotary table.
+# Groups of the output projection; positions and channels of the rotary table.
 _GROUPS, _POSITIONS, _ROPE_DIM = 8, 4096, 64
 
 
@@ -51,14 +51,15 @@ Calls = list[Callable[[], Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """One call.
+    """Shape of one measured verification step.
 
     Attributes:
-        batch: requests.
-        rows: queries of a request.
-        heads: query heads.
+        batch: number of requests.
+        rows: queries per request.
+        heads: number of query heads.
         extra: compressed entries that a query sees.
-        chosen: they are chosen for each query; if not, all queries of a request see the same.
+        chosen: True if entries are chosen for each query, False if a request's queries see the
+            same.
     """
 
     batch: int
@@ -69,17 +70,17 @@ class Verification:
 
     @property
     def decode(self) -> Decode:
-        """The same call as one of lists."""
+        """The same call as a decode shape with lists."""
         return Decode(self.batch, self.rows, self.heads, self.extra, _EXTRA_PAGE)
 
     @property
     def fields(self) -> Values:
-        """Of its row."""
+        """Fields of the shape in a row of results."""
         return dataclasses.asdict(self)
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Short description of the shape for people."""
         how = " chosen" if self.chosen else ""
         return f"h{self.heads} b{self.batch} s_q{self.rows} {_WINDOW}" + (
             f"+{self.extra}{how}" if self.extra else ""
@@ -87,7 +88,10 @@ class Verification:
 
 
 def shapes() -> Iterator[Verification]:
-    """V4-Flash's three kinds of layer at 8,192 and 131,072 tokens, V4-Pro's, and a rank's heads."""
+    """Yield steps of V4-Flash's three kinds of layer, of V4-Pro's, and of a rank's heads.
+
+    Contexts are 8,192 and 131,072 tokens.
+    """
     for batch in (1, 8, 32, 128):
         for rows in (6, 7, 8):
             for extra in (0, 64, 1024):
@@ -102,17 +106,17 @@ def shapes() -> Iterator[Verification]:
 
 @dataclasses.dataclass(frozen=True)
 class VerificationInputs(DecodeInputs):
-    """Tensors of a shape.
+    """Tensors of a verification shape.
 
     Attributes:
-        requests: by set of lists, the same rows as those of requests.
+        requests: rows of the requests for each set of lists, the same rows that the lists name.
     """
 
     requests: list[RequestRows] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, shape: Verification, device: torch.device) -> VerificationInputs:
-        """Random inputs, as many sets of lists as make the rows cold."""
+        """Draw random inputs, with enough sets of lists to keep the rows cold."""
         batch, rows, extra = shape.batch, shape.rows, shape.extra
         q = torch.randn(batch, rows, shape.heads, 512, device=device).bfloat16()
         seen = batch * (_WINDOW + rows + extra * (rows if shape.chosen else 1))
@@ -129,40 +133,34 @@ class VerificationInputs(DecodeInputs):
         )  # fmt: skip
 
     def ways(self, backend: str, *, chosen: bool) -> dict[str, tuple[Calls, Calls]]:
-        """Calls by how they read rows, with their output as it is and quantised.
+        """Make calls for each way of reading rows, with the plain and with the quantised output.
 
         Args:
-            backend: of attention.
-            chosen: entries are chosen for each query.
+            backend: backend of attention.
+            chosen: True if entries are chosen for each query.
         """
         flat = self.q.flatten(0, 1)
         positions = torch.randint(0, _POSITIONS, (len(flat),), device=flat.device)
-        turn = positions, torch.randn(_POSITIONS, _ROPE_DIM, device=flat.device)
-        fp8 = {"n_groups": _GROUPS, "backend": backend}
-        quantized = self.ours(sparse_attention_fp8_quant, *turn, planned=True, **fp8)
+        table = torch.randn(_POSITIONS, _ROPE_DIM, device=flat.device)
+        fp8 = {"epilogue": InverseRopeQuant(positions, table, _GROUPS), "backend": backend}
+        quantized = self.ours(planned=True, **fp8)
         found = {"slots": (self.attention(backend, planned=True), quantized)}
         out, partial = torch.empty_like(flat), functools.partial
         if not chosen:
             found["decoded"] = (
-                [partial(self._decoded_once, each, backend, out) for each in self.requests],
-                [partial(self._decoded_fp8, each, turn, fp8) for each in self.requests],
+                [
+                    partial(self._decoded_once, each, out=out, backend=backend)
+                    for each in self.requests
+                ],
+                [partial(self._decoded_once, each, **fp8) for each in self.requests],
             )
         return found
 
-    def _decoded_once(self, rows: RequestRows, backend: str, out: Tensor) -> Tensor:
+    def _decoded_once(self, rows: RequestRows, **options: Any) -> Tensor:
         with scratch_scope():
             return first_result(
                 prefill_attention, *self._workspace(rows), window=rows.window,
-                entries=rows.entries, sink=self.sink, out=out, backend=backend,
-            )  # fmt: skip
-
-    def _decoded_fp8(
-        self, rows: RequestRows, turn: tuple[Tensor, Tensor], fp8: dict[str, Any]
-    ) -> Tensor:
-        with scratch_scope():
-            return first_result(
-                prefill_attention_fp8_quant, *self._workspace(rows), None, *turn,
-                window=rows.window, entries=rows.entries, sink=self.sink, **fp8,
+                entries=rows.entries, sink=self.sink, **options,
             )  # fmt: skip
 
     def _workspace(self, rows: RequestRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +169,7 @@ class VerificationInputs(DecodeInputs):
         return self.q.flatten(0, 1), decoded, rows.ranges
 
     def error(self, out: Tensor) -> float:
-        """Relative L2 error of the first and last queries of three requests against float64."""
+        """Return the relative L2 error of first and last queries of three requests in float64."""
         rows = self.shape.rows
         out = out.reshape(self.shape.batch, rows, -1, out.shape[-1])
         found = []
@@ -188,7 +186,7 @@ class VerificationInputs(DecodeInputs):
 
 
 def _rows(shape: Verification, device: torch.device) -> tuple[Tensor, Tensor | None, RequestRows]:
-    """Lists of the queries' windows and entries, and the requests' rows."""
+    """Draw lists of the queries' windows and entries, and the same rows by request."""
     batch, rows, extra = shape.batch, shape.rows, shape.extra
     width = _WINDOW + rows - 1
     table = torch.randperm(_WINDOW_SLOTS // _PAGE, device=device)[: 2 * batch].view(batch, 2)
@@ -223,7 +221,7 @@ def _rows(shape: Verification, device: torch.device) -> tuple[Tensor, Tensor | N
 def verification_cases(
     chosen: Iterable[Verification], backend: str, peer: FlashMla | None
 ) -> Iterator[Case]:
-    """Verification steps as layers call them, by lists, and beside FlashMLA if it is given."""
+    """Yield cases of verification as layers run it, the other way, and by FlashMLA if given."""
     for shape in chosen:
         least = _LEAST_CHOSEN if shape.chosen else _LEAST
         yield Case(
@@ -258,7 +256,7 @@ def _verification(
 
 
 def _way(shape: Verification, sm_count: int) -> str:
-    """How layers of FP8 projections read the rows."""
+    """Return how layers with FP8 projections read the rows, "decoded" or "slots"."""
     batch, rows, heads = shape.batch, shape.rows, shape.heads
     pays = decoding_pays_in_steps(batch, rows, heads, shape.extra, sm_count)
     return "decoded" if pays and not shape.chosen else "slots"

@@ -59,7 +59,7 @@ def attention(
     """Time attention during decoding on the GPU, over the paged FP8 caches."""
     import torch
 
-    from anymla.ops.attention import sparse_attention, sparse_attention_fp8_quant
+    from anymla.ops.attention import sparse_attention
     from anymla.ops.device import target_of
     from lab.cases import decode_schedules
     from lab.cases import sparse_attention as family
@@ -86,8 +86,7 @@ def attention(
         raise BadInput("--vllm-xpu is next to vLLM's path alone, not --flash-mla")
     if vllm_xpu and backend != "triton" and _was_given("backend"):
         raise BadInput(f"--backend {backend}: --vllm-xpu is of triton")
-    operation = sparse_attention_fp8_quant if fused_end else sparse_attention
-    require_known("--backend", [backend], operation.backends)
+    require_known("--backend", [backend], sparse_attention.backends)
     shapes = family.shapes()
     if vllm_xpu:
         shapes = family.portable_shapes()

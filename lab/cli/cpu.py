@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import torch
 
 from anymla.bench.environment import environment
-from anymla.bench.report import append_rows, table
+from anymla.bench.report import Result
 from anymla.cli import commands
-from anymla.cli.bad_input import BadInput
-from anymla.cli.bench_rows import command_line, json_option
+from anymla.cli.bench_rows import command_line, json_option, tell
 from anymla.cli.run_options import threads_option
-from lab.cpu import parts
-from lab.decode import PeerMissing
+from lab.cpu.decode import PeerMissing
+from lab.cpu.parts import parts
 
 _PARTS = ("machine", "attention", "packed", "selection", "decode", "context", "memory")
 
@@ -42,21 +42,13 @@ def cpu(json_file: Path | None, quick: bool, chosen: tuple[str, ...], threads: i
     torch.manual_seed(0)
     measured = environment(command_line())
     click.echo(f"{measured['cpu']}, {threads} thread(s), torch {measured['torch']}")
-    missed, left_out = False, []
-    for name, run in parts(quick).items():
-        if chosen and name not in chosen:
-            continue
-        try:
-            results = run()
-        except PeerMissing as missing:
-            click.echo(f"\n{name}: not measured: {missing}")
-            left_out.append(name)
-            continue
-        click.echo("\n" + "\n".join(table(results)))
-        missed |= any(result.met is False for result in results)
-        if json_file is not None:
-            append_rows(json_file, results, measured)
-    if left_out and set(left_out) >= set(chosen or _PARTS):
-        raise BadInput(f"--part {' --part '.join(left_out)}: nothing was measured")
-    if missed:
-        click.get_current_context().exit(1)
+
+    def results() -> Iterator[Result]:
+        for name, run in parts(quick).items():
+            try:
+                yield from run() if not chosen or name in chosen else ()
+            except PeerMissing as missing:
+                click.echo(f"{name}: not measured: {missing}")
+
+    nothing = f"--part {' --part '.join(chosen)}: nothing was measured"
+    tell(results(), json_file, measured, nothing=nothing)

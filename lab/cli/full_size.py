@@ -80,6 +80,7 @@ def full_size(
     from anymla.bench.environment import environment
     from anymla.bench.report import Result
     from lab import full_size as bench
+    from lab.model_steps import random_transformer
 
     if device is None and model != "tiny":
         require_gpu()
@@ -99,7 +100,13 @@ def full_size(
 
         def results() -> Iterator[Result]:
             make = functools.partial(
-                bench.random_share, config, here, ranks, dtype=kind, share_channels=by_channels
+                random_transformer,
+                config,
+                here,
+                ranks,
+                dtype=kind,
+                seed=0,
+                share_channels=by_channels,
             )
             network, made = bench.model_made(make, label)
             yield made

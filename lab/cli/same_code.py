@@ -60,10 +60,11 @@ def record(
 @click.argument("after", type=click.Path(dir_okay=False, exists=True, path_type=Path))
 def compare(before: Path, after: Path) -> None:
     """Name the builds whose code only one of two records has; exit code 1 if there are any."""
+    from anymla.bench.report import read_lines
     from lab import same_code as code
 
     with bad_input():
-        found = code.compare(code.read(before), code.read(after))
+        found = code.compare(read_lines(before), read_lines(after))
     for sign, labels in (("-", found.only_before), ("+", found.only_after)):
         for label in labels:
             click.echo(f"{sign} {label}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lab.page.rows import Row, case_of, source
-from lab.page.table import Table, markdown
+from lab.page.rows import Row, case_of, of_part, source
+from lab.page.table import Table, blocks
 
 _V32 = "decode attention over V3.2's rows beside FlashMLA"
 _V41 = "decode attention over V4.1's rows beside V4's"
@@ -14,16 +14,11 @@ _END = "decode attention with FP8 heads"
 
 def decode_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return Markdown lines of the tables that have rows, by the name of their marks."""
-    made = {"decode_v32": _v32(rows), "decode_v41": _v41(rows), "decode_end": _end(rows)}
-    return {
-        name: [*markdown(table), "", f"({table.source})"]
-        for name, table in made.items()
-        if table.body
-    }
+    return blocks({"decode_v32": _v32(rows), "decode_v41": _v41(rows), "decode_end": _end(rows)})
 
 
 def _v32(rows: Sequence[Row]) -> Table:
-    used = [row for row in rows if row.get("part") == _V32 and "ratio" in row]
+    used = [row for row in of_part(rows, _V32) if "ratio" in row]
     body = [
         [
             case_of(row),
@@ -41,7 +36,7 @@ def _v32(rows: Sequence[Row]) -> Table:
 
 
 def _v41(rows: Sequence[Row]) -> Table:
-    used = [row for row in rows if row.get("part") == _V41]
+    used = of_part(rows, _V41)
     # Kernels have changed since other devices were measured.
     device = max(used, key=lambda row: str(row.get("date", ""))).get("device") if used else None
     used = [row for row in used if row.get("device") == device]
@@ -62,7 +57,7 @@ def _v41(rows: Sequence[Row]) -> Table:
 
 
 def _end(rows: Sequence[Row]) -> Table:
-    used = [row for row in rows if row.get("part") == _END]
+    used = of_part(rows, _END)
     names = ("attention_microseconds", "apart_microseconds", "microseconds")
     body = [
         [case_of(row), *(f"{row[name]:.1f}" for name in names), _peer(row)]

@@ -11,9 +11,9 @@ from lab.page.layers import layer_table
 from lab.page.peers import decode_by_heads, peer_table
 from lab.page.prefill import prefill_blocks
 from lab.page.rows import Row
-from lab.page.table import markdown
+from lab.page.support import support_table
+from lab.page.table import blocks, markdown
 from lab.page.verdicts import conformance, failures
-from lab.support_matrix import support_table
 
 
 def readme_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
@@ -22,35 +22,27 @@ def readme_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     Args:
         rows: recorded rows without superseded ones; see ``newest``.
     """
-    blocks = {"support": support_table(rows)}
-    decode = decode_by_heads(rows)
-    if decode.body:
-        blocks["decode"] = markdown(decode, numbers=True)
-    if built := intel_table(rows):
-        blocks["intel"] = built
-    if beside := intel_peer_table(rows):
-        blocks["intel_peer"] = beside
-    if layers := layer_table(rows):
-        blocks["layer"] = layers
-    blocks |= prefill_blocks(rows) | decode_blocks(rows) | evidence_blocks(rows)
-    judged = conformance(rows)
+    decode, judged = decode_by_heads(rows), conformance(rows)
+    made = {
+        "support": support_table(rows),
+        "decode": markdown(decode, numbers=True) if decode.body else [],
+        "intel": intel_table(rows),
+        "intel_peer": intel_peer_table(rows),
+        "layer": layer_table(rows),
+        **prefill_blocks(rows),
+        **decode_blocks(rows),
+        **evidence_blocks(rows),
+        **blocks({"peers": peer_table(rows)}),
+    }
     if judged.body:
-        blocks["conformance"] = [
-            *markdown(judged),
-            "",
-            f"{judged.note} ({judged.source})",
-            "",
-            *failures(rows),
-        ]
-    compared = peer_table(rows)
-    if compared.body:
-        blocks["peers"] = [*markdown(compared), "", f"({compared.source})"]
-    return blocks
+        note = f"{judged.note} ({judged.source})"
+        made["conformance"] = [*markdown(judged), "", note, "", *failures(rows)]
+    return {name: lines for name, lines in made.items() if lines}
 
 
-def with_blocks(text: str, blocks: dict[str, list[str]]) -> str:
+def with_blocks(text: str, made: dict[str, list[str]]) -> str:
     """Replace the lines between a text's marks; blocks whose marks it lacks are ignored."""
-    for name, lines in blocks.items():
+    for name, lines in made.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin in text and end in text:
             before, rest = text.split(begin, 1)

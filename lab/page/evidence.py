@@ -4,32 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lab.page.rows import Row, case_of, source
-from lab.page.table import Table, markdown
+from lab.page.rows import Row, case_of, of_part, source
+from lab.page.table import Table, blocks
 
 _SHARES = ("dram", "l2", "l1", "tensor", "issue")
 
 
 def evidence_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return Markdown lines of the tables that have rows, by the name of their marks."""
-    made = {
-        "decode_stress": _stress(rows),
-        "decode_racecheck": _racecheck(rows),
-        "decode_counters": _counters(rows),
-    }
-    return {
-        name: [*markdown(table), "", f"({table.source})"]
-        for name, table in made.items()
-        if table.body
-    }
-
-
-def _of(rows: Sequence[Row], part: str) -> list[Row]:
-    return [row for row in rows if row.get("part") == part]
+    return blocks(
+        {
+            "decode_stress": _stress(rows),
+            "decode_racecheck": _racecheck(rows),
+            "decode_counters": _counters(rows),
+        }
+    )
 
 
 def _stress(rows: Sequence[Row]) -> Table:
-    used = _of(rows, "stress of decode")
+    used = of_part(rows, "stress of decode")
     body = [
         [
             case_of(row),
@@ -44,13 +37,13 @@ def _stress(rows: Sequence[Row]) -> Table:
 
 
 def _racecheck(rows: Sequence[Row]) -> Table:
-    used = _of(rows, "racecheck")
+    used = of_part(rows, "racecheck")
     body = [[case_of(row), "some" if row["pairs"] is None else str(row["pairs"])] for row in used]
     return Table(["what", "reports"], body, source(used))
 
 
 def _counters(rows: Sequence[Row]) -> Table:
-    used = _of(rows, "counters of decode")
+    used = of_part(rows, "counters of decode")
     body = [
         [
             case_of(row),

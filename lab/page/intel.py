@@ -6,7 +6,8 @@ import collections
 from collections.abc import Sequence
 
 from anymla.ops.device import TARGETS
-from lab.page.rows import Row
+from lab.page.rows import Row, of_part
+from lab.page.table import Table, markdown
 
 PEER_PART = "decode attention built for Intel's GPUs"
 
@@ -29,10 +30,11 @@ def intel_table(rows: Sequence[Row]) -> list[str]:
     targets = [name for name in TARGETS if any(target == name for _, target in builds)]
     if not targets:
         return []
-    lines = ["| kernel | " + " | ".join(targets) + " |", "|---" * (len(targets) + 1) + "|"]
-    for kernel in sorted({kernel for kernel, _ in builds}):
-        cells = [_cell(builds[kernel, target]) for target in targets]
-        lines.append(f"| {kernel} | " + " | ".join(cells) + " |")
+    body = [
+        [kernel, *(_cell(builds[kernel, target]) for target in targets)]
+        for kernel in sorted({kernel for kernel, _ in builds})
+    ]
+    lines = markdown(Table(["kernel", *targets], body, source=""))
     found = [row for each in builds.values() for row in each]
     compilers = {(row["triton"], row["ocloc"]) for row in found if row.get("built")}
     lines += ["", *(f"(triton-xpu {triton}, ocloc {ocloc})" for triton, ocloc in sorted(compilers))]
@@ -45,24 +47,24 @@ def intel_peer_table(rows: Sequence[Row]) -> list[str]:
     Args:
         rows: newest row of each kernel; rows of other kinds are ignored.
     """
-    found = [row for row in rows if row.get("part") == PEER_PART]
+    found = of_part(rows, PEER_PART)
     if not found:
         return []
-    lines = [
-        "| target | kernel | spilled | KiB | DPAS | instructions a key | sink |",
-        "|---" * 7 + "|",
-    ]
+    body = []
     for row in sorted(found, key=lambda row: list(TARGETS).index(row["target_name"])):
         each, whole = row["instructions_per_key"], row["library_instructions_per_key"]
         keys = f"{each:,}" if each == whole else f"{each:,} of {whole:,}"
-        cells = (
-            row["target_name"], f"{row['library']}: {row['kernel']}", f"{row['spills']:,}",
-            f"{row['code_bytes'] / 1024:.0f}", row["products"], keys,
-            "yes" if row["sink"] else "left out",
+        body.append(
+            [
+                row["target_name"], f"{row['library']}: {row['kernel']}", f"{row['spills']:,}",
+                f"{row['code_bytes'] / 1024:.0f}", str(row["products"]), keys,
+                "yes" if row["sink"] else "left out",
+            ]
         )  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+    head = ["target", "kernel", "spilled", "KiB", "DPAS", "instructions a key", "sink"]
     made = {(row["triton"], row["ocloc"], row["vllm"]) for row in found}
     words = "(triton-xpu {}, ocloc {}, vLLM {})"
+    lines = markdown(Table(head, body, source=""))
     return [*lines, "", *(words.format(*each) for each in sorted(made, key=str))]
 
 

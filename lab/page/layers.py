@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lab.page.figure import Stack, Stacks
 from lab.page.reading import microseconds
-from lab.page.rows import MODELS, Row, case_of, device_of, is_gpu, source
+from lab.page.rows import MODELS, Row, case_of, device_of, is_gpu, of_part, source
 
 _CASE = re.compile(r"(\w+), ratio (\d+), batch (\d+), context (\d+)$")
 # Families of kernels in the order of the legend, with the words that it has for them.
@@ -27,8 +27,11 @@ _DRAWN_CONTEXTS = (4096, 65536)
 
 def layer_rows(rows: Sequence[Row]) -> list[Row]:
     """Return rows of decode layers, sorted by model, ratio, context and batch."""
-    chosen = [row for row in rows if row.get("part") == "decode layer" and "parts_us" in row]
-    chosen = [row for row in chosen if _CASE.match(case_of(row))]
+    chosen = [
+        row
+        for row in of_part(rows, "decode layer")
+        if "parts_us" in row and _CASE.match(case_of(row))
+    ]
     return sorted(chosen, key=_place)
 
 

@@ -10,14 +10,13 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lab.page.reading import is_number, own_us, peer_us
+from lab.page.reading import is_number, peer_us
 from lab.page.rows import Row, case_of, device_of
 
 _DECODE = re.compile(r"sparse_attention, (\d+) tokens, (\d+) heads, 128 \+ (\d+) slots$")
 _DECODE_PARTS = ("decode attention beside FlashMLA", "portable decode attention beside vLLM's")
 _SELECT = re.compile(r"paged_mqa_logits( and topk_per_row 512)?, (\d+) x (\d+) keys$")
 _BESIDE = re.compile(r"decode (\d+) x (\d+) x (\d+)$")
-_AT_MOST = re.compile(r"<= ([\d.]+) us$")
 
 
 class Thing(NamedTuple):
@@ -79,8 +78,7 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     """Return the rows that are the newest of anything that they measure, in the order given.
 
     A row is left out if each of its numbers was measured again, also by another benchmark, backend
-    or commit. A target of at most so many microseconds passes to the row that took its place. Of
-    two rows of one date the later counts.
+    or commit. Of two rows of one date the later counts.
     """
     given = list(rows)
     places: dict[Thing, int] = {}
@@ -89,24 +87,8 @@ def newest(rows: Iterable[Row]) -> list[Row]:
             known = places.get(thing)
             if known is None or _date(row) >= _date(given[known]):
                 places[thing] = place
-    kept = set(places.values())
-    asked: dict[int, str] = {}
-    for place, row in enumerate(given):
-        heir = places[things_of(row)[0]]
-        if place not in kept and _AT_MOST.match(str(row.get("target", ""))):
-            asked[heir] = str(row["target"])
-    return [_judged(given[place], asked.get(place)) for place in sorted(kept)]
+    return [given[place] for place in sorted(set(places.values()))]
 
 
 def _date(row: Row) -> str:
     return str(row.get("date", ""))
-
-
-def _judged(row: Row, target: str | None) -> Row:
-    """Return a row judged by its predecessor's target, unless it has one of its own or no time."""
-    us = own_us(row)
-    if target is None or row.get("target") is not None or us is None:
-        return row
-    found = _AT_MOST.match(target)
-    assert found is not None
-    return {**row, "target": target, "met": us <= float(found[1])}

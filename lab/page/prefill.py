@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from lab.page.reading import microseconds
-from lab.page.rows import Row, case_of, source
-from lab.page.table import Table, markdown
+from lab.page.rows import Row, case_of, of_part, source
+from lab.page.table import Table, blocks
 
 _CASE = re.compile(r"(\w+)(?: top (\d+))? h(\d+) T=(\d+) of (\d+)$")
 _LAYERS = {"window": "window", "selected": "C4", "scattered": "C4, scattered", "all": "C128"}
@@ -18,21 +18,17 @@ _LISTS = "flash_mla_sparse_fwd"
 
 def prefill_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return Markdown lines of the tables that have rows, by the name of their marks."""
-    made = {
-        "prefill": _attention(rows),
-        "prefill_pipeline": _pipeline(rows),
-        "prefill_lists": _lists(rows),
-    }
-    return {
-        name: [*markdown(table), "", f"({table.source})"]
-        for name, table in made.items()
-        if table.body
-    }
+    return blocks(
+        {
+            "prefill": _attention(rows),
+            "prefill_pipeline": _pipeline(rows),
+            "prefill_lists": _lists(rows),
+        }
+    )
 
 
 def _attention(rows: Sequence[Row]) -> Table:
-    used = [row for row in rows if row.get("part") == _ATTENTION and "peer_us" in row]
-    used = [row for row in used if _shape(row) is not None]
+    used = [row for row in of_part(rows, _ATTENTION) if "peer_us" in row and _shape(row)]
     shares = all("roofline_us" in row for row in used)
     body = [
         [
@@ -57,7 +53,7 @@ def _attention(rows: Sequence[Row]) -> Table:
 
 def _pipeline(rows: Sequence[Row]) -> Table:
     ends: dict[str, dict[str, Row]] = {
-        end: {case_of(row): row for row in rows if row.get("part") == _PIPELINE.format(end)}
+        end: {case_of(row): row for row in of_part(rows, _PIPELINE.format(end))}
         for end in ("bf16", "fp8")
     }
     body, used = [], []
@@ -83,7 +79,7 @@ def _pipeline(rows: Sequence[Row]) -> Table:
 
 
 def _lists(rows: Sequence[Row]) -> Table:
-    used = [row for row in rows if row.get("part") == _LISTS and "peer_us" in row]
+    used = [row for row in of_part(rows, _LISTS) if "peer_us" in row]
     body = [
         [
             case_of(row),

@@ -35,6 +35,11 @@ def rows_of(path: Path) -> list[Row]:
     return read_lines(path) if path.exists() else []
 
 
+def of_part(rows: Iterable[Row], part: str) -> list[Row]:
+    """Return the rows of one part of a benchmark."""
+    return [row for row in rows if row.get("part") == part]
+
+
 def case_of(row: Row) -> str:
     """Return the case or the label of a row; "" if it has neither."""
     return str(row.get("case") or row.get("label") or "")

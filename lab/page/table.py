@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 Cells = list[str]
 
@@ -22,6 +23,15 @@ class Table:
     body: list[Cells]
     source: str
     note: str = ""
+
+
+def blocks(tables: Mapping[str, Table]) -> dict[str, list[str]]:
+    """Return the Markdown lines of each table that has rows, with its source below it."""
+    return {
+        name: [*markdown(table), "", f"({table.source})"]
+        for name, table in tables.items()
+        if table.body
+    }
 
 
 def markdown(table: Table, *, numbers: bool = False) -> list[str]:

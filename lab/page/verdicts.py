@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from lab.page.rows import Row, device_of, is_gpu, source
+from lab.page.rows import Row, device_of, is_gpu, of_part, source
 from lab.page.table import Table
 
 
@@ -16,7 +16,7 @@ def _judged(row: Row) -> str:
 
 def _verdicts(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
     """Return conformance rows by judged subject and case id."""
-    judged = [row for row in rows if row.get("part") == "conformance"]
+    judged = of_part(rows, "conformance")
     return {(_judged(row), str(row["case_id"])): row for row in judged}
 
 
@@ -27,7 +27,7 @@ def conformance(rows: Sequence[Row]) -> Table:
     stories: dict[str, str] = {}
     words: dict[str, dict[str, str]] = defaultdict(dict)
     marks = {"passed": "ok", "failed": "!fails", "not applicable": "-"}
-    # A case's words are those of its newest row.
+    # A case's story is that of its newest row, so rows come in the order of their dates.
     for (subject, case_id), row in sorted(newest.items(), key=lambda item: str(item[1]["date"])):
         stories[case_id] = str(row["story"])
         words[case_id][subject] = marks.get(str(row["status"]), "?")

@@ -15,7 +15,7 @@ _ROWS, _CHANNELS = 64, 1024
 # Its name becomes a part of the name of the kernel that calls it.
 @triton.jit(repr=lambda _: "clamped_swiglu")
 def interleaved_swiglu(rows, limit):
-    """Clamped SwiGLU [M, N] of rows [M, 2N] in which gate and up alternate."""
+    """Compute the clamped SwiGLU [M, N] of rows [M, 2N] in which gate and up alternate."""
     gate, up = tl.split(tl.reshape(rows, (rows.shape[0], rows.shape[1] // 2, 2)))
     return clamped_swiglu(gate.to(tl.float32), up.to(tl.float32), limit)
 
@@ -41,16 +41,7 @@ def _chosen_bits_kernel(
 
 
 def chosen_bits(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A bit for every chosen expert, ids and weights in a power of two of columns, -1 in the rest.
-
-    Args:
-        ids: [T, K] int32, no id twice in a row.
-        weights: routing weights of each token, [T, K] float32.
-        experts: number of experts E.
-
-    Returns:
-        Bits [T, ceil(E/32)] int32, ids int16, weights float32.
-    """
+    """Return a bit mask of chosen experts, and ids and weights padded to 2^n columns with -1."""
     tokens, k = ids.shape
     columns, words = triton.next_power_of_2(k), triton.cdiv(experts, 32)
     bits = torch.empty(tokens, words, dtype=torch.int32, device=ids.device)

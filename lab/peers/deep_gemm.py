@@ -28,7 +28,7 @@ class DeepGemm(Peer):
     modules = ("deep_gemm",)
 
     def scores(self, shape: SelectShape, given: Inputs) -> Scores:
-        """Index scores; a decode's schedule is made and a prefill's keys gathered beforehand."""
+        """Compute index scores, for which schedules and gathered keys are prepared beforehand."""
         return self._prefill(given) if shape.prefill else self._decode(shape, given)
 
     def _decode(self, shape: SelectShape, given: Inputs) -> Scores:
@@ -67,7 +67,7 @@ class DeepGemm(Peer):
     def product(
         self, x: Tensor, weight: Tensor, scale: Tensor, *, quantize_activations: bool = False
     ) -> Tensor:
-        """``fp8_block_linear``."""
+        """Call DeepGEMM's product like ``fp8_block_linear``."""
         from anymla.ops._triton_quantize import quantize_rows_mn_major
 
         assert quantize_activations
@@ -100,7 +100,7 @@ class DeepGemm(Peer):
         backend: str | None = None,
         **_: Any,
     ) -> Tensor:
-        """``select_topk`` of one token a request, by torch's top-k; plans are made once a step."""
+        """Call ``select_topk`` of one token a request by torch's top-k; a step shares its plans."""
         tokens = len(q)
         lengths = lengths.view(-1, 1)
         key = (tokens, max_context, lengths.data_ptr())

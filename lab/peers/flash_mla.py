@@ -8,12 +8,13 @@ neither is counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from anymla.ops.attention import CacheRows
 from lab.peers import Peer
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class FlashMla(Peer):
     modules = ("vllm.third_party.flashmla.flash_mla_interface", "flash_mla")
 
     def decode(self, inputs: DecodeInputs) -> list[Callable[[], Tensor]]:
-        """Calls for each set of lists."""
+        """Make calls of FlashMLA's decode, one for each set of lists."""
         q, sink = padded_heads(inputs.q, inputs.sink)
         cache, model = inputs.cache.unsqueeze(2), inputs.shape.model
         schedule, _ = self.module.get_mla_metadata()
@@ -54,7 +55,7 @@ class FlashMla(Peer):
     def rows(
         self, q: Tensor, rows: Tensor, listed: Tensor, lengths: Tensor, sink: Tensor
     ) -> Tensor:
-        """``flash_mla_sparse_fwd`` of heads [T, H, 512] over rows [N, 512]."""
+        """Call ``flash_mla_sparse_fwd`` for heads [T, H, 512] over rows [N, 512]."""
         out: Tensor = self.module.flash_mla_sparse_fwd(
             q, rows.unsqueeze(1), listed.unsqueeze(1), 512**-0.5, 512, sink, lengths
         )[0]
@@ -64,40 +65,36 @@ class FlashMla(Peer):
         self,
         schedules: dict[tuple[object, ...], Any],
         q: Tensor,
-        k_cache: Tensor,
-        indices: Tensor,
-        lengths: Tensor | None = None,
+        rows: Sequence[CacheRows],
         *,
         sink: Tensor | None = None,
         scale: float | None = None,
-        extra_cache: Tensor | None = None,
-        extra_indices: Tensor | None = None,
-        extra_lengths: Tensor | None = None,
         out: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """``sparse_attention``, with the schedules that were made for earlier shapes."""
+        """Run ``sparse_attention`` with the schedules that were made for earlier shapes."""
         heads = q.shape[1]
         q, sink = padded_heads(q, sink)
-        more: dict[str, Any] = {"attn_sink": sink, "topk_length": lengths}
-        if extra_cache is not None and extra_indices is not None:
-            more["extra_k_cache"] = extra_cache.unsqueeze(2)
-            more["extra_indices_in_kvcache"] = _in_steps(extra_indices).unsqueeze(1)
-            more["extra_topk_length"] = extra_lengths
-        shape = (*q.shape, *indices.shape, None if extra_indices is None else extra_indices.shape)
+        window = rows[0]
+        more: dict[str, Any] = {"attn_sink": sink, "topk_length": window.lengths}
+        for each in rows[1:]:
+            more["extra_k_cache"] = each.cache.unsqueeze(2)
+            more["extra_indices_in_kvcache"] = _in_steps(each.indices).unsqueeze(1)
+            more["extra_topk_length"] = each.lengths
+        shape = (*q.shape, *(each.width for each in rows))
         if shape not in schedules:
             schedules[shape] = self.module.get_mla_metadata()[0]
         attended, lse = self.module.flash_mla_with_kvcache(
-            q.unsqueeze(1), k_cache.unsqueeze(2), None, None, 512, schedules[shape], None,
+            q.unsqueeze(1), window.cache.unsqueeze(2), None, None, 512, schedules[shape], None,
             q.shape[2] ** -0.5 if scale is None else scale, False, True,
-            _in_steps(indices).unsqueeze(1), **more,
+            _in_steps(window.indices).unsqueeze(1), **more,
         )  # fmt: skip
         attended = attended.squeeze(1)[:, :heads]
         return (attended if out is None else out.copy_(attended)), lse
 
 
 def padded_heads(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Queries [..., H, D] and sinks of as many heads as FlashMLA takes."""
+    """Pad queries [..., H, D] and sinks to a number of heads that FlashMLA takes."""
     more = -q.shape[-2] % _HEADS
     if not more:
         return q, sink
@@ -108,7 +105,7 @@ def padded_heads(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 
 def _in_steps(indices: Tensor) -> Tensor:
-    """Lists of a width that FlashMLA takes."""
+    """Pad lists to a width that FlashMLA takes."""
     short = -indices.shape[-1] % _LIST_STEP
     return torch.nn.functional.pad(indices, (0, short), value=-1) if short else indices
 

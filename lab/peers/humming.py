@@ -60,7 +60,7 @@ class Humming(ExpertsPeer):
             return None
 
     def layer(self, codes: Tensor, scales: Tensor) -> Any:
-        """Its layer of MXFP4 codes [E, N, K/2] and scales [E, N, K/32]."""
+        """Make Humming's layer from MXFP4 codes [E, N, K/2] and scales [E, N, K/32]."""
         count, n, half = codes.shape
         given: dict[str, Any] = {"dtype": "float8e4m3", "quant_mode": "dynamic_token"}
         if self._channels:
@@ -75,7 +75,7 @@ class Humming(ExpertsPeer):
         return layer
 
     def prepare(self, weights: Weights, limit: float) -> Run:
-        """Weights in its layout; see ``ExpertsPeer``."""
+        """Convert weights to Humming's layout; see ``ExpertsPeer``."""
         own, count = kernels(), len(weights["w1"])
         # Making a layer changes it in place, which must be no inference tensor.
         with torch.inference_mode(False):
@@ -119,11 +119,7 @@ class Humming(ExpertsPeer):
 
 
 def chosen_config(intervals: list[tuple[int, int, dict[str, Any]]], rows: int) -> dict[str, Any]:
-    """The settings of the interval (least, most] that has so many rows.
-
-    Raises:
-        ValueError: if no interval contains that number of rows.
-    """
+    """Return the settings of the interval (least, most] that contains this number of rows."""
     for least, most, config in intervals:
         if least < rows <= most:
             return config

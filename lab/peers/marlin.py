@@ -56,7 +56,7 @@ class Marlin(ExpertsPeer):
             return None
 
     def align(self, ids: Tensor, block: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Pairs by expert, the expert of each block of them, and how many with padding."""
+        """Sort pairs by expert; return them, each block's expert, and their number with padding."""
         most = ids.numel() + experts * (block - 1)
         if ids.numel() < experts:
             most = min(most, ids.numel() * block)
@@ -66,7 +66,7 @@ class Marlin(ExpertsPeer):
         return pairs, of_blocks, count
 
     def prepare(self, weights: Weights, limit: float) -> Run:
-        """Weights repacked for its tiles; see ``ExpertsPeer``."""
+        """Repack weights for Marlin's tiles; see ``ExpertsPeer``."""
         codes, scales = {}, {}
         for name, parts in (("gate_up", ("1", "3")), ("down", ("2",))):
             matrices = stacked(weights, *(f"w{part}" for part in parts))
@@ -104,7 +104,7 @@ class Marlin(ExpertsPeer):
 
 
 def block_rows(pairs_per_expert: float) -> int:
-    """Rows of a block as vLLM chooses them: the least that most experts fill to nine tenths."""
+    """Return the rows of a block as vLLM chooses them: the least that most experts fill to 90 %."""
     return next((rows for rows in (8, 16, 32, 48) if pairs_per_expert / rows < 0.9), 64)
 
 
@@ -132,7 +132,7 @@ def _code_order(device: torch.device) -> Tensor:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """MXFP4 codes [N, K/2], two a byte, as int32 [K/16, 2N] in the order of Marlin's threads."""
+    """Pack MXFP4 codes [N, K/2] to int32 [K/16, 2N] in the order of Marlin's threads."""
     n, half = codes.shape
     values = torch.stack((codes & 15, codes >> 4), -1).view(n, 2 * half).T
     tiles = values.reshape(2 * half // _TILE, _TILE, n // _TILE, _TILE).transpose(1, 2)
@@ -141,27 +141,8 @@ def pack_codes(codes: Tensor) -> Tensor:
     return (words[..., 0] | words[..., 1] << 4).view(torch.int32).view(2 * half // _TILE, 2 * n)
 
 
-def unpack_codes(packed: Tensor) -> Tensor:
-    """Invert ``pack_codes``."""
-    n, k = packed.shape[1] // 2, _TILE * packed.shape[0]
-    bytes_ = packed.contiguous().view(torch.uint8)
-    order = _code_order(packed.device)
-    words = torch.stack((bytes_ & 15, bytes_ >> 4), -1).reshape(-1, len(order))
-    tiles = torch.empty_like(words)
-    tiles[:, order] = words
-    tiles = tiles.view(k // _TILE, n // _TILE, _TILE, _TILE).transpose(1, 2)
-    values = tiles.reshape(k, n).T.reshape(n, k // 2, 2)
-    return values[..., 0] | values[..., 1] << 4
-
-
 def pack_scales(scales: Tensor) -> Tensor:
-    """Scales [N, K/32] as e8m0 [K/32, N], rows in the order that a thread reads."""
+    """Transpose scales [N, K/32] to e8m0 [K/32, N], rows in the order that a thread reads."""
     steps = scales.T.reshape(-1, 8, 8).transpose(1, 2).reshape(-1, 4)
     in_order = steps[:, [0, 2, 1, 3]].reshape(scales.shape[1], scales.shape[0])
     return in_order.contiguous().view(torch.float8_e8m0fnu)
-
-
-def unpack_scales(packed: Tensor) -> Tensor:
-    """Invert ``pack_scales``."""
-    steps = packed.contiguous().view(torch.uint8).view(-1, 4)[:, [0, 2, 1, 3]]
-    return steps.reshape(-1, 8, 8).transpose(1, 2).reshape(packed.shape).T

@@ -30,7 +30,7 @@ class Transformers(Peer):
         return Support(found, reason)
 
     def load(self, checkpoint: Path) -> Any:
-        """The model in float32."""
+        """Load the model in float32."""
         self.module.utils.logging.disable_progress_bar()
         self.module.utils.logging.set_verbosity_error()
         model = self.module.DeepseekV4ForCausalLM
@@ -54,7 +54,7 @@ class Generation:
         self.prefill_s = time.process_time() - start
 
     def next_token(self) -> int:
-        """One forward pass of one token."""
+        """Run one forward pass of one token."""
         self._run(torch.tensor([self.tokens[-1:]]), self._past)
         return len(self.tokens)
 

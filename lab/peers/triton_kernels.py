@@ -31,11 +31,11 @@ class TritonKernels(ExpertsPeer):
         return importlib.import_module(f"triton_kernels.{name}")
 
     def version(self) -> str | None:
-        """The API, since it has no number."""
+        """Return the name of the API, since it has no number."""
         return "matmul_ogs with routing_data"
 
     def layouts(self, codes: Tensor, scales: Tensor) -> tuple[Any, Any]:
-        """MXFP4 codes [E, N, K/2] and scales [E, N, K/32] as it wants weights [E, K, N]."""
+        """Convert MXFP4 codes [E, N, K/2] and scales [E, N, K/32] to the library's [E, K, N]."""
         tensor, kinds = self._part("tensor"), self._part("tensor_details.layout")
         converted = []
         for given, dtype, kind, options in (
@@ -54,7 +54,7 @@ class TritonKernels(ExpertsPeer):
         return converted[0], converted[1]
 
     def prepare(self, weights: Weights, limit: float) -> Run:
-        """Weights swizzled, rows of gate and up alternating; see ``ExpertsPeer``."""
+        """Swizzle weights, with rows of gate and up alternating; see ``ExpertsPeer``."""
         own = kernels()
         ogs, routes, tensor = self.module, self._part("routing"), self._part("tensor")
         flags = self._part("matmul_ogs_details.opt_flags")
@@ -93,5 +93,5 @@ class TritonKernels(ExpertsPeer):
 
 
 def alternating(both: Tensor) -> Tensor:
-    """Rows [E, 2N, ...] of two matrices after each other, as one of either in turn."""
+    """Interleave rows [E, 2N, ...] of two matrices that follow each other."""
     return torch.stack(both.chunk(2, 1), 2).flatten(1, 2)

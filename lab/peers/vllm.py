@@ -33,7 +33,7 @@ class VllmXpu(Peer):
     modules = ("vllm.models.deepseek_v4.xpu.xpu_sparse_decode_fp8", "xpu_sparse_decode_fp8")
 
     def decode(self, inputs: DecodeInputs) -> list[Callable[[], Tensor]]:
-        """Calls for each set of lists."""
+        """Make calls of vLLM's path for XPU, one for each set of lists."""
         q = inputs.q.flatten(0, 1)
         out = torch.empty_like(q)
         repeat = functools.partial(torch.repeat_interleave, repeats=inputs.shape.rows)
@@ -123,7 +123,7 @@ class VllmTopk:
         torch.ops.load_library(library)
 
     def selectors(self, shape: SelectShape, k: int, device: torch.device) -> dict[str, Select]:
-        """By name; not every one takes every shape."""
+        """Return vLLM's selections by name; not every one takes every shape."""
         ops = torch.ops._C
         out = torch.empty(shape.rows, k, dtype=torch.int32, device=device)
         workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)

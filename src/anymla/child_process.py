@@ -17,12 +17,12 @@ _ENVIRONMENT = threading.Lock()
 
 
 def python_command(*words: str) -> list[str]:
-    """The command of a child: this interpreter, without the working directory in its path."""
+    """Return a child's command: this interpreter, without the working directory in its path."""
     return [sys.executable, "-P", *words]
 
 
 def same_modules() -> dict[str, str]:
-    """Environment variables with which a child imports what this process would import."""
+    """Return environment variables with which a child imports what this process would import."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

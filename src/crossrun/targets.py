@@ -69,7 +69,7 @@ def triton_target(target: Target) -> Iterator[Any]:
 
 
 def xpu_properties(name: str, cores: int) -> dict[str, Any]:
-    """Properties of an Intel GPU that Triton's compiler asks a device for.
+    """Return the properties of an Intel GPU that Triton's compiler asks a device for.
 
     They are those of ``ocloc query CL_DEVICE_EXTENSIONS``, and the vendor's sub-group sizes.
 

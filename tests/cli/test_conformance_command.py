@@ -11,8 +11,9 @@ from click.testing import CliRunner, Result
 
 from anymla.cli.main import main
 from anymla.engines.vllm.answers import EngineFailed, Reply
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.model.tokenizer import Tokenizer
-from anymla.ops.attention import sparse_attention, sparse_attention_rows
+from anymla.ops.attention import CacheRows, sparse_attention, sparse_attention_rows
 from anymla.ops.device import triton_version
 from anymla.testing.conformance.faults.fault import Fault
 from anymla.testing.conformance.isolated import Request, run_isolated
@@ -65,10 +66,14 @@ class FakeFlashMla:
         assert indices.shape[2] % 64 == 0
         assert k_cache.stride(0) % 576 == 0
         out, lse = sparse_attention(
-            q.squeeze(1), k_cache, indices, topk_length, sink=sink, scale=scale,
-            extra_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache,
-            extra_lengths=extra_topk_length,
-        )  # fmt: skip
+            q.squeeze(1),
+            [
+                CacheRows(k_cache, MAIN_FP8, indices, topk_length),
+                CacheRows(extra_k_cache, MAIN_FP8, extra_indices_in_kvcache, extra_topk_length),
+            ][: 1 if extra_k_cache is None else 2],
+            sink=sink,
+            scale=scale,
+        )
         return out.unsqueeze(1), torch.where(lse == -math.inf, math.inf, lse).unsqueeze(2)
 
     def flash_mla_sparse_fwd(self, q, kv, indices, scale, dim, sink, *, topk_length=None):
@@ -313,9 +318,14 @@ class FakeXpu:
         assert (kv_cache is None) == swa_only
         assert len(attn_sink) == q.shape[1]
         sparse_attention(
-            q, swa_kv_cache, swa_indices, swa_lens, extra_cache=kv_cache,
-            extra_indices=topk_indices, extra_lengths=topk_lens, scale=softmax_scale, out=out,
-        )  # fmt: skip
+            q,
+            [
+                CacheRows(swa_kv_cache, MAIN_FP8, swa_indices, swa_lens),
+                CacheRows(kv_cache, MAIN_FP8, topk_indices, topk_lens),
+            ][: 1 if swa_only else 2],
+            scale=softmax_scale,
+            out=out,
+        )
 
 
 def test_vllms_path_is_shown_dropping_the_sink(monkeypatch) -> None:

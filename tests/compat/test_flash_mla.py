@@ -554,7 +554,12 @@ def call(**changes):
         ),
         ({"topk_length": torch.zeros(3, dtype=torch.int32)}, ValueError, "topk_length"),
         ({"indices": torch.zeros(2, 1, 4, dtype=torch.int64)}, TypeError, "indices must be int32"),
-        ({"extra_topk_length": torch.zeros(2, dtype=torch.int32)}, ValueError, "extra_lengths"),
+        ({"extra_topk_length": torch.zeros(2, dtype=torch.int32)}, ValueError, "extra_topk"),
+        (
+            {"extra_indices_in_kvcache": torch.zeros(2, 1, 4, dtype=torch.int32)},
+            ValueError,
+            "extra_indices_in_kvcache must be given together with extra_k_cache",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(changes, kind, words):

@@ -21,16 +21,11 @@ def ran(monkeypatch):
     def attend(call, to):
         seen.append(call.schedule)
         assert (call.plan is not None) == call.schedule.planned
-        first, second = call.rows
-        sparse_attention(
-            call.q, first.cache, first.indices, first.lengths, sink=call.sink, out=to.out,
-            extra_cache=second.cache, extra_indices=second.indices,
-            extra_lengths=second.lengths, backend="torch",
-        )  # fmt: skip
+        sparse_attention(call.q, call.rows, sink=call.sink, out=to.out, backend="torch")
 
     monkeypatch.setattr(gluon_sm90_decode_launch, "attend", attend)
     monkeypatch.setattr(gluon_sm90_decode_launch, "make_plan", lambda *_: "a plan")
-    monkeypatch.setattr(gluon_sm90_decode_launch, "_lengths", lambda lengths, *_: lengths)
+    monkeypatch.setattr(gluon_sm90_decode_launch, "_with_lengths", lambda rows: rows)
     monkeypatch.setattr(family, "_WINDOW_SLOTS", 512)
     monkeypatch.setattr(family, "_EXTRA_SLOTS", 512)
     monkeypatch.setattr(family, "_MOST_LISTS", 2)

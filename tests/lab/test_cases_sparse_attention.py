@@ -10,7 +10,8 @@ import torch
 
 from anymla.bench.runner import run
 from anymla.compat import flash_mla
-from anymla.ops.attention import sparse_attention
+from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops.attention import CacheRows, sparse_attention
 from lab.cases import sparse_attention as family
 from lab.cases.sparse_attention import Decode
 from lab.peers.flash_mla import FlashMla
@@ -55,8 +56,8 @@ def test_random_shapes_are_compiled_before_they_are_timed(compiles, monkeypatch)
     """Each of them once, with what its timing draws; nothing runs where nothing is compiled."""
     seen = []
 
-    def noted(q, *args, **keywords):
-        seen.append((tuple(q.shape), args[1].shape[-1], keywords["backend"]))
+    def noted(q, rows, **keywords):
+        seen.append((tuple(q.shape), rows[0].width, keywords["backend"]))
         return q, None
 
     monkeypatch.setattr(family, "sparse_attention", noted)
@@ -115,8 +116,12 @@ def test_fp8_heads_have_the_same_bytes_in_no_more_time(times, met, scripted, rec
 
 
 def test_other_bytes_are_said(monkeypatch, scripted):
-    other = lambda *args, **_: (torch.zeros(1, 2), None)  # noqa: E731
-    monkeypatch.setattr(family, "sparse_attention_fp8_quant", other)
+    real = family.sparse_attention
+
+    def other(*args, epilogue=None, **keywords):
+        return (torch.zeros(1, 2), None) if epilogue else real(*args, **keywords)
+
+    monkeypatch.setattr(family, "sparse_attention", other)
     (result,) = run(family.fp8_heads_cases([Decode(1, 1, 8, 64)], "torch", None), scripted())
     assert (result.values["same_bytes"], result.met) == (False, False)
 
@@ -126,10 +131,16 @@ def by_xpu(*, q, kv_cache, swa_kv_cache, topk_indices, swa_indices, topk_lens, s
     assert given["swa_only"] is False
     assert given["head_dim"] == given["nope_head_dim"] + given["rope_head_dim"] == 512
     sparse_attention(
-        q, swa_kv_cache, swa_indices[:, 0], swa_lens, sink=given["attn_sink"], out=given["out"],
-        extra_cache=kv_cache, extra_indices=topk_indices[:, 0], extra_lengths=topk_lens,
-        scale=given["softmax_scale"], backend="torch",
-    )  # fmt: skip
+        q,
+        [
+            CacheRows(swa_kv_cache, MAIN_FP8, swa_indices[:, 0], swa_lens),
+            CacheRows(kv_cache, MAIN_FP8, topk_indices[:, 0], topk_lens),
+        ],
+        sink=given["attn_sink"],
+        out=given["out"],
+        scale=given["softmax_scale"],
+        backend="torch",
+    )
 
 
 def test_the_portable_one_beside_vllms_path(monkeypatch, scripted, recorded_fields):

@@ -7,13 +7,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from anymla.bench.report import Result, append_rows, table
+from anymla.bench.report import Result, append_rows, line
 from anymla.ops.attention.decode_shapes import AttentionShape
 from anymla.ops.device import has_numba
 from anymla.testing.published import FLASH_41
-from lab import attention, context, decode, memory, packed, selection
+from lab import attention
 from lab.__main__ import main as command
-from lab.models import load, tiny
+from lab.cpu import context, decode, memory, packed, selection
+from lab.cpu.tiny_model import load, tiny
 from lab.timing import by_round, interleaved, ratio_by_round
 
 
@@ -29,9 +30,16 @@ def test_functions_are_called_in_turns():
     assert {name: len(each) for name, each in times.items()} == {"a": 6, "b": 6}
 
 
+@pytest.fixture
+def small_product(monkeypatch):
+    """A product that CPUs without bfloat16 instructions make in no time."""
+    monkeypatch.setattr("lab.cpu.ceilings._SIZE", 64)
+
+
+@pytest.mark.usefixtures("small_product")
 def test_packed_weights_are_timed_beside_copies(monkeypatch):
     sizes = {"_ROWS": 256, "_COLUMNS": 128, "_INNER": 128, "_EXPERTS": 4, "_CHOSEN": 2}
-    for name, value in (sizes | {"TOKENS": (1, 3), "_COPY_BYTES": 1 << 12}).items():
+    for name, value in (sizes | {"TOKENS": (1, 3)}).items():
         monkeypatch.setattr(packed, name, value)
     results = packed.packed(1)
     assert len(results) == 1 + 4 * 2
@@ -52,7 +60,7 @@ def test_ratios_are_taken_turn_by_turn():
     assert ratio_by_round(theirs, ours, 2) == 4.0
 
 
-def test_rows_and_table(tmp_path):
+def test_rows_and_lines(tmp_path):
     results = [
         Result("part", "good", {"ms": 1.23456}, target="ms < 2", met=True),
         Result("part", "bad", {"ms": 3.0}, target="ms < 2", met=False),
@@ -72,10 +80,11 @@ def test_rows_and_table(tmp_path):
         "device": "cpu",
     }
     assert "met" not in rows[2]
-    lines = table(results)
-    assert lines[0] == "part"
-    assert lines[1].endswith("ms 1.235  [met: ms < 2]")
-    assert lines[2].endswith("ms 3  [MISSED: ms < 2]")
+    assert [line(result, 5) for result in results] == [
+        "  good   ms 1.235  [met: ms < 2]",
+        "  bad    ms 3  [MISSED: ms < 2]",
+        "  plain  mb 2",
+    ]
 
 
 def test_flops_of_a_shape():
@@ -133,6 +142,7 @@ def test_both_models_choose_the_same_tokens(tmp_path):
     assert ours.target is not None
 
 
+@pytest.mark.usefixtures("small_product")
 def test_command_line(tmp_path):
     file = tmp_path / "rows.jsonl"
     done = CliRunner().invoke(command, ["cpu", "--quick", "--part", "machine", "--json", str(file)])
@@ -157,6 +167,7 @@ def test_selection_is_timed_at_contexts_of_which_the_blocks_hold_a_part():
     assert selection.CONTEXTS[0] == held < min(selection.CONTEXTS[1:])
 
 
+@pytest.mark.usefixtures("small_product")
 def test_without_transformers_the_part_is_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     parts = ["--part", "machine", "--part", "decode"]

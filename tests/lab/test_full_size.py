@@ -13,8 +13,10 @@ import torch
 from anymla.layers.ranks import ALONE, Ranks
 from anymla.model.build import shares_channels
 from anymla.model.config import ModelConfig
-from lab.full_size import MODELS, drafting_config, random_share
-from lab.step_parts import step_parts
+from lab.full_size import MODELS, drafting_config
+from lab.launches import derived_families
+from lab.model_steps import random_transformer
+from lab.step_parts import FAMILIES, step_parts
 
 CPU = torch.device("cpu")
 
@@ -31,8 +33,10 @@ def test_published_sizes_and_fewer_layers_of_them():
 def test_ranks_make_shares_of_one_model():
     """Whoever makes a weight makes the same one, whatever was made before."""
     config = drafting_config("tiny", layers=2, experts=8)
-    whole = random_share(config, CPU, ALONE, dtype=torch.float32)
-    shares = [random_share(config, CPU, Ranks(n, 2), dtype=torch.float32) for n in range(2)]
+    whole = random_transformer(config, CPU, dtype=torch.float32, seed=0)
+    shares = [
+        random_transformer(config, CPU, Ranks(n, 2), dtype=torch.float32, seed=0) for n in range(2)
+    ]
     stages = [model.dspark.stages[2] for model in (whole, *shares)]
     for layer, *parts in (stages, [model.layers[1] for model in (whole, *shares)]):
         heads = [part.attention.wq_b.packed.weight for part in parts]
@@ -42,15 +46,17 @@ def test_ranks_make_shares_of_one_model():
         assert all(map(torch.equal, codes, layer.ffn.w2.weights))
         for part in parts:
             assert torch.equal(part.ffn.router.gate, layer.ffn.router.gate)
-    other = random_share(config, CPU, ALONE, dtype=torch.float32, seed=1)
+    other = random_transformer(config, CPU, dtype=torch.float32, seed=1)
     assert not torch.equal(other.embedding, whole.embedding)
 
 
 def test_ranks_share_experts_by_their_channels():
     """Their parts add up to the whole experts' result."""
     config = drafting_config("tiny", layers=2, experts=8)
-    make = functools.partial(random_share, config, CPU, dtype=torch.float32, share_channels=True)
-    whole = random_share(config, CPU, ALONE, dtype=torch.float32).layers[1].ffn
+    make = functools.partial(
+        random_transformer, config, CPU, dtype=torch.float32, seed=0, share_channels=True
+    )
+    whole = random_transformer(config, CPU, dtype=torch.float32, seed=0).layers[1].ffn
     parts = [make(ranks=Ranks(n, 2)).layers[1].ffn for n in range(2)]
     for name, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
         for kind in ("weights", "scales"):
@@ -71,7 +77,7 @@ def test_ranks_share_experts_by_their_channels():
 def test_a_share_keeps_no_more_than_its_part():
     """Not the whole weight behind a view of it, on devices."""
     config, device = drafting_config("tiny", layers=2), torch.device("meta")
-    share = random_share(config, device, Ranks(1, 2), dtype=torch.bfloat16)
+    share = random_transformer(config, device, Ranks(1, 2), seed=0)
     attention = share.layers[0].attention
     for packed in (attention.wq_b.packed, attention.output.wo_a):
         weight = packed.weight
@@ -132,6 +138,11 @@ def test_parts_add_up_to_the_step():
     plain = step_parts(events, 2, drafts=False)
     assert "draft" not in plain.parts
     assert sum(plain.parts.values()) == plain.us
+
+
+def test_the_kernels_of_every_family_have_a_part():
+    # The choice marks where the backbone's part of a step ends.
+    assert {*FAMILIES, "choice"} == {*derived_families()}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -28,11 +28,6 @@ from lab.cases import (
 from lab.cases.prefill_attention import ListedRows, PrefillCase
 from lab.cases.sparse_attention import Decode
 
-LAYER = {
-    "hidden_size": 256, "num_attention_heads": 4, "o_groups": 2, "o_lora_rank": 128,
-    "q_lora_rank": 128, "index_n_heads": 4, "index_topk": 16, "moe_intermediate_size": 128,
-}  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch, clock):
@@ -210,7 +205,7 @@ def test_the_indexer(bench, monkeypatch):
 @pytest.mark.usefixtures("peer")
 def test_layers_and_their_timeline(bench, monkeypatch):
     def setup(model, ratio, device, *, experts):
-        return LayerSetup(model, ratio, device, experts=8, copies=1, changes=LAYER)
+        return LayerSetup(model, ratio, device, experts=8, copies=1, changes=small_shapes.CONFIG)
 
     monkeypatch.setattr(layer, "LayerSetup", setup)
     monkeypatch.setattr(layer, "SideStream", lambda _: INLINE)

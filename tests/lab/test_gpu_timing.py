@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anymla.bench import gpu, gpu_timing
-from anymla.bench.kernels import Case
+from anymla.bench.kernels import TimedCall
 from anymla.bench.runner import run
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import require_gpu
@@ -76,11 +76,11 @@ def test_a_row_is_measured_without_cuda(monkeypatch):
     class CpuClock(gpu_timing.EventClock):
         device = torch.device("cpu")
 
-    case = Case("nothing", setup, 1 << 27, beside_copy=True)
+    case = TimedCall("nothing", setup, 1 << 27, beside_copy=True)
     module = types.SimpleNamespace(cases=lambda: [case])
     monkeypatch.setattr(gpu.importlib, "import_module", lambda name: module)
     for name, measured in {"copy_bandwidth": 1e12, "copy_us": 500.0}.items():
-        monkeypatch.setattr(CpuClock, name, staticmethod(lambda *_, measured=measured: measured))
+        monkeypatch.setattr(CpuClock, name, lambda *_, measured=measured: measured)
     (result,) = run(gpu.cases(["one"]), CpuClock())
     assert drawn == ["cpu"] * gpu_timing.copies_for(1 << 27)
     assert result.values["us"] == 1000.0
@@ -114,7 +114,7 @@ def test_ceilings_are_drawn_on_the_intel_gpu(monkeypatch, measured):
     monkeypatch.setattr(torch, "randn", refused)
     arguments = (1 << 20,) if measured == "copy_us" else ()
     with pytest.raises(NotImplementedError):
-        getattr(gpu_timing.EventClock, measured)(*arguments)
+        getattr(gpu_timing.EventClock(), measured)(*arguments)
     assert asked == ["xpu"]
 
 

@@ -82,7 +82,8 @@ def test_a_device_is_the_target_inside_and_itself_again_outside():
 # In a process that does not interpret kernels.
 DERIVED = """
 import importlib, sys
-from lab.build_matrix import SHARED, builds_of, kernel_modules
+from lab.build_matrix import builds_of
+from lab.kernel_files import SHARED, kernel_modules
 from anymla.ops.device import TARGETS
 from lab.launches import derived_families
 modules_of = kernel_modules()
@@ -117,7 +118,8 @@ def test_every_kernel_with_derived_builds_is_launched_and_no_build_is_there_twic
 LAYERS = """
 import sys
 import torch
-from lab.build_matrix import SHARED, builds_of
+from lab.build_matrix import builds_of
+from lab.kernel_files import SHARED
 from anymla.bench.layer_setup import LayerSetup
 from anymla.ops.device import TARGETS
 from lab.launches import derived_families, recorded_launches

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from small_shapes import CONFIG
 
 from anymla.bench.layer_setup import LayerCase, LayerSetup
 from anymla.bench.runner import run
@@ -16,29 +17,20 @@ from anymla.ops.attention import sparse_attention
 from anymla.ops.indexer import paged_mqa_logits
 from anymla.runtime.device_step import Reads
 from lab import layer
-from lab.layer import cases, compile_ahead, family, layer_case, layer_cases
+from lab.kernel_files import family_of
+from lab.layer import cases, compile_ahead, layer_case, layer_cases
 from lab.layer_rival import rival_kernels
 from lab.layer_work import layer_work
 from lab.model_steps import decode_steps, engine_at, padding_step, random_model
 from lab.peers.deep_gemm import DeepGemm
 from lab.peers.flash_mla import FlashMla
 
-SMALL = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "o_groups": 2,
-    "o_lora_rank": 128,
-    "q_lora_rank": 128,
-    "index_n_heads": 4,
-    "index_topk": 16,
-    "moe_intermediate_size": 128,
-}
 BATCH, CONTEXT = 3, 300
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_a_small_one_runs_and_is_counted(ratio):
-    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=CONFIG)
     batch = setup.batch(BATCH, CONTEXT)
     out = batch.run(setup.layers[0]).flush()
     assert out.shape == (BATCH, 4, 256)
@@ -69,7 +61,7 @@ def test_a_small_one_runs_and_is_counted(ratio):
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_several_queries_of_a_request_see_the_same_however_rows_are_read(ratio):
-    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=CONFIG)
     results = []
     for reads in Reads:
         torch.manual_seed(1)
@@ -82,7 +74,7 @@ def test_several_queries_of_a_request_see_the_same_however_rows_are_read(ratio):
 
 
 def test_a_case_of_several_queries_says_so(scripted):
-    setup = LayerSetup("flash", 0, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    setup = LayerSetup("flash", 0, torch.device("cpu"), experts=8, copies=1, changes=CONFIG)
     (case,) = layer.cases(["flash"], [0], [BATCH], [CONTEXT], 3, [Reads.DECODED])
     batch = setup.batch(BATCH, CONTEXT, queries=3, reads=Reads.DECODED)
     (result,) = run([layer_case(setup, case, batch)], scripted(20))
@@ -93,7 +85,7 @@ def test_a_case_of_several_queries_says_so(scripted):
 
 def test_what_is_only_compiled_is_not_kept(monkeypatch):
     monkeypatch.setattr(layer, "compiled_together", lambda: contextlib.nullcontext(True))
-    setup = LayerSetup("flash", 0, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    setup = LayerSetup("flash", 0, torch.device("cpu"), experts=8, copies=1, changes=CONFIG)
     batch = setup.batch(BATCH, CONTEXT)
     compile_ahead(setup, [batch])
     assert not batch.step.plans._made
@@ -110,9 +102,9 @@ def test_every_combination_is_a_case():
 
 def test_kernels_are_known_by_their_family():
     pytest.importorskip("triton")
-    assert family("decode_kernel") == "attention"
-    assert family("mix_kernel") == "hyper_connection"
-    assert family("nvjet_tst_128x64") == "torch"
+    assert family_of("decode_kernel") == "attention"
+    assert family_of("mix_kernel") == "hyper_connection"
+    assert family_of("nvjet_tst_128x64") == "torch"
 
 
 class _StandIn:
@@ -153,7 +145,7 @@ class _Scores:
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_others_kernels_compute_the_same_layer(ratio):
-    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=SMALL)
+    setup = LayerSetup("flash", ratio, torch.device("cpu"), experts=8, copies=1, changes=CONFIG)
     batch = setup.batch(BATCH, CONTEXT)
     want = batch.run(setup.layers[0]).flush()
     module, scores = _StandIn(), _Scores()
@@ -168,7 +160,7 @@ def test_others_kernels_compute_the_same_layer(ratio):
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_row_says_what_it_always_said(others, scripted, recorded_fields):
-    setup = LayerSetup("flash", 4, torch.device("cpu"), experts=8, copies=2, changes=SMALL)
+    setup = LayerSetup("flash", 4, torch.device("cpu"), experts=8, copies=2, changes=CONFIG)
     module, scores = _StandIn(), _Scores()
     peers = FlashMla(lambda _: module), DeepGemm(lambda _: scores)
     case = LayerCase("flash", 4, BATCH, CONTEXT)
@@ -198,7 +190,7 @@ def test_the_cases_of_a_layer_share_its_weights(monkeypatch, clock):
 
     def setup(model, ratio, device, *, experts):
         made.append((model, ratio))
-        return LayerSetup(model, ratio, device, experts=8, copies=1, changes=SMALL)
+        return LayerSetup(model, ratio, device, experts=8, copies=1, changes=CONFIG)
 
     monkeypatch.setattr(layer, "LayerSetup", setup)
     monkeypatch.setattr(layer, "SideStream", lambda _: INLINE)
@@ -224,7 +216,7 @@ def test_the_cases_of_a_layer_share_its_weights(monkeypatch, clock):
 )
 def test_a_whole_small_model_takes_steps(name, ratios, kv_cache, ngrams):
     changes = (
-        SMALL | {"vocab_size": 300} | ({"engram_compressed_vocab_size": 200} if ngrams else {})
+        CONFIG | {"vocab_size": 300} | ({"engram_compressed_vocab_size": 200} if ngrams else {})
     )
     model = random_model(
         name, torch.device("cpu"), layers=4, experts=8, changes=changes, ngrams=ngrams

@@ -14,7 +14,8 @@ import sys
 from unittest import mock
 import torch
 from anymla.bench import layer_setup
-from lab.build_matrix import SHARED, builds_of
+from lab.build_matrix import builds_of
+from lab.kernel_files import SHARED
 from anymla.bench.random_weights import RandomWeights
 from anymla.layers.ranks import Ranks
 from anymla.ops.device import TARGETS

@@ -2,21 +2,11 @@
 
 import pytest
 import torch
+from layer_chain import LayerChain
+from small_shapes import CONFIG
 
 from anymla.bench.layer_setup import LayerSetup
 from anymla.layers.side_stream import INLINE, SideStream
-from lab.layer_chain import LayerChain
-
-SMALL = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "o_groups": 2,
-    "o_lora_rank": 128,
-    "q_lora_rank": 128,
-    "index_n_heads": 4,
-    "index_topk": 16,
-    "moe_intermediate_size": 128,
-}
 
 
 def _state(chain, run):
@@ -26,7 +16,7 @@ def _state(chain, run):
 
 
 def test_the_same_inputs_have_the_same_results():
-    setup = LayerSetup("flash", 4, torch.device("cpu"), experts=6, copies=1, changes=SMALL)
+    setup = LayerSetup("flash", 4, torch.device("cpu"), experts=6, copies=1, changes=CONFIG)
     # One request in eight is padding; of eight, some write.
     chain = LayerChain(setup, 8, 300, length=2)
     seen = []

@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from anymla.bench.report import read_lines
 from lab import build_matrix, same_code
-from lab.same_code import compare, normalised, read
+from lab.same_code import compare, normalised
 
 PTX = """
 .version 8.7
@@ -74,7 +75,7 @@ def test_a_kernel_is_compiled_and_remembered(tmp_path):
         subprocess.run(
             [sys.executable, "-m", "anymla", *words], check=True, cwd=tmp_path, env=environment
         )
-        return read(tmp_path / name)
+        return read_lines(tmp_path / name)
 
     first = recorded("first")
     assert first

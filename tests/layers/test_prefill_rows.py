@@ -12,7 +12,7 @@ from anymla.formats.page_layout import (
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.rows import GroupStep, Rows
 from anymla.layers.step import Step
-from anymla.ops.attention import prefill_attention, sparse_attention
+from anymla.ops.attention import CacheRows, prefill_attention, sparse_attention
 from anymla.ops.step_indices import (
     compressed_rows,
     compute_global_topk_indices_and_lens,
@@ -91,10 +91,13 @@ def test_a_chunk_sees_what_its_lists_say(ratio, padded, layouts):
             )
     q = torch.randn(len(positions), 3, 512)
     want, want_lse = sparse_attention(
-        q, window_cache, indices, window_lens,
-        extra_cache=entry_cache, extra_indices=more, extra_lengths=more_lens, sink=torch.ones(3),
-        layout=layouts[0], extra_layout=layouts[1],
-    )  # fmt: skip
+        q,
+        [
+            CacheRows(window_cache, layouts[0], indices, window_lens),
+            CacheRows(entry_cache, layouts[1], more, more_lens),
+        ],
+        sink=torch.ones(3),
+    )
 
     plan = prefill_rows(step, lengths, group, window=WINDOW, compressed=compressed, ratio=ratio)
     assert plan.first_token == 1

@@ -7,7 +7,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8, V41_COMPRESSED_NVFP4, get_layout
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
-from anymla.ops.attention import prefill_attention, sparse_attention
+from anymla.ops.attention import CacheRows, prefill_attention, sparse_attention
 from anymla.ops.attention.plan import decoding_pays_in_steps
 from anymla.ops.step_indices import compressed_rows, window_rows
 
@@ -81,14 +81,10 @@ def test_queries_see_what_their_lists_say(entries):
         step.entries = get_layout(entries).allocate(len(step.entries), ENTRY_PAGE)
         get_layout(entries).write(step.entries, slots, written)
     q, sink = torch.randn(len(step.positions), 3, 512), torch.ones(3)
-    given = {}
+    listed = [CacheRows(step.window, MAIN_FP8, *step.lists("window"))]
     if entries:
-        listed, lengths = step.lists("entries")
-        given = {
-            "extra_cache": step.entries, "extra_indices": listed, "extra_lengths": lengths,
-            "extra_layout": entries,
-        }  # fmt: skip
-    want, want_lse = sparse_attention(q, step.window, *step.lists("window"), sink=sink, **given)
+        listed.append(CacheRows(step.entries, entries, *step.lists("entries")))
+    want, want_lse = sparse_attention(q, listed, sink=sink)
 
     made = step.rows(entries=entries is not None)
     rows = made.decode(step.window, step.entries, **kinds)
@@ -127,7 +123,8 @@ def test_each_row_is_decoded_once_a_request():
 def test_runs_that_are_off_by_one_are_noticed(wrong):
     step = Step()
     q = torch.randn(len(step.positions), 2, 512)
-    want, _ = sparse_attention(q, step.window, *step.lists("window"))
+    window = CacheRows(step.window, MAIN_FP8, *step.lists("window"))
+    want, _ = sparse_attention(q, [window])
     made = step.rows(entries=False)
     made.ranges[:, 0 if wrong == "first" else 1] += 1
     rows = made.decode(step.window, None, layout=MAIN_FP8, dtype=torch.float32)

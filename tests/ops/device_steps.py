@@ -17,7 +17,7 @@ from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.state_layout import allocate_states
-from anymla.ops.attention import sparse_attention, sparse_attention_rows
+from anymla.ops.attention import CacheRows, sparse_attention, sparse_attention_rows
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre
@@ -291,13 +291,11 @@ def run_sparse_attention(
 ) -> tuple[Tensor, ...]:
     paged = sparse_attention(
         q,
-        cache,
-        indices,
-        lengths,
+        [
+            CacheRows(cache, MAIN_FP8, indices, lengths),
+            CacheRows(extra, MAIN_FP8, more, more_lengths),
+        ],
         sink=sink,
-        extra_cache=extra,
-        extra_indices=more,
-        extra_lengths=more_lengths,
         backend="triton",
     )
     rows = read(cache, torch.arange(4 * PAGE, device=q.device))

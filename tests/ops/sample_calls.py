@@ -6,6 +6,7 @@ from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+from anymla.ops.attention import CacheRows, InverseRopeQuant
 from anymla.testing.conformance.ops import all_operations
 
 TOKENS = 2
@@ -26,6 +27,10 @@ def cache_of(layout_id):
     return cache
 
 
+def listed(indices, lengths):
+    return CacheRows(cache_of(MAIN_FP8), MAIN_FP8, indices, lengths)
+
+
 def table(rotated=64):
     angles = torch.rand(8, rotated // 2)
     return torch.cat((angles.cos(), angles.sin()), 1)
@@ -34,8 +39,7 @@ def table(rotated=64):
 def _attention(heads=2, channels=512):
     return {
         "q": torch.randn(TOKENS, heads, channels),
-        "k_cache": cache_of(MAIN_FP8),
-        "indices": int32([0, 5, 7], [3, -1, 11]),
+        "rows": [listed(int32([0, 5, 7], [3, -1, 11]), int32(3, 2))],
     }
 
 
@@ -92,20 +96,6 @@ def _scaled(quantise, width):
 
 
 _CALLS = {
-    "sparse_attention_fp8_quant": lambda: (
-        _attention()
-        | {
-            "lengths": int32(3, 2),
-            "positions": int64(3, 4),
-            "cos_sin_cache": table(),
-            "n_groups": 2,
-        }
-    ),
-    "prefill_attention_fp8_quant": lambda: (
-        _prefill()
-        | {"lists": None, "positions": int64(3, 4), "cos_sin_cache": table()}
-        | {"n_groups": 2, "window": 2, "entries": 2}
-    ),
     "save_partial_states": lambda: {
         "kv": torch.randn(TOKENS, 8),
         "score": torch.randn(TOKENS, 8),
@@ -344,7 +334,7 @@ _CALLS = {
         "block_size": 4,
         "window": 3,
     },
-    "sparse_attention": lambda: _attention() | {"lengths": int32(3, 2)},
+    "sparse_attention": _attention,
     "sparse_attention_rows": lambda: {
         "q": torch.randn(TOKENS, 2, 512),
         "kv": torch.randn(5, 512),
@@ -388,6 +378,11 @@ _TARGETS = {
 }
 
 
+def quantised_call(name):
+    """The call of an attention, "sparse_attention" or "prefill_attention", with its epilogue."""
+    return sample_call(name) | {"epilogue": InverseRopeQuant(int64(3, 4), table(), 2)}
+
+
 def call_with_targets(name):
     """As ``sample_call``, and with everything given that the operation may write."""
     return sample_call(name) | _TARGETS.get(name, dict)()
@@ -400,8 +395,9 @@ def operations():
 
 def copied(value):
     """The same argument in other memory."""
-    if isinstance(value, list):
-        return [each.clone() for each in value]
+    if isinstance(value, list | tuple):
+        members = [copied(each) for each in value]
+        return value._make(members) if hasattr(value, "_make") else type(value)(members)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -70,16 +70,17 @@ for label, join in (("list", list), ("stack", torch.stack)):
 # A small cache alone, beside another one, and beside one of 3 GiB, which nothing touches.
 ATTENTION = """
 from anymla.formats.page_layout import ROWS_BF16_512, get_layout
-from anymla.ops.attention import sparse_attention
+from anymla.ops.attention import CacheRows, sparse_attention
 
 layout = get_layout(ROWS_BF16_512)
 small, other = layout.allocate(2, 4), layout.allocate(3, 4)
 large = torch.empty(3 << 29, dtype=torch.bfloat16)[: 4 * 512 * 4].view(4, 4, 512)
 lists = torch.zeros(2, 8, dtype=torch.int32)
-given = {"q": torch.zeros(2, 2, 512), "k_cache": small, "indices": lists, "layout": ROWS_BF16_512}
+q = torch.zeros(2, 2, 512)
+first = CacheRows(small, ROWS_BF16_512, lists)
 for label, extra in (("alone", None), ("small", other), ("large", large)):
-    second = {} if extra is None else {"extra_cache": extra, "extra_indices": lists.clone()}
-    sparse_attention(**given, **second, extra_layout=ROWS_BF16_512, backend="triton")
+    more = [] if extra is None else [CacheRows(extra, ROWS_BF16_512, lists.clone())]
+    sparse_attention(q, [first, *more], backend="triton")
 """
 
 

@@ -87,14 +87,14 @@ def test_explain_takes_keywords(name):
 
 def test_what_is_left_out_between_keywords_has_its_default():
     """``lengths`` may be left out, and an argument after it given."""
-    operation, call = OPERATIONS["sparse_attention"], sample_call("sparse_attention")
+    operation, call = OPERATIONS["sparse_attention_rows"], sample_call("sparse_attention_rows")
     del call["lengths"]
-    q, k_cache, indices = call.values()
+    q, kv, indices = call.values()
     sink = torch.zeros(2)
-    got = operation(sink=sink, indices=indices, k_cache=k_cache, q=q)
-    want = operation(q, k_cache, indices, None, sink=sink)
+    got = operation(sink=sink, indices=indices, kv=kv, q=q)
+    want = operation(q, kv, indices, None, sink=sink)
     assert all(map(same_bytes, got, want))
-    for wrong, message in (({"tokens": q}, "tokens"), ({"sink": sink, "q": q}, "k_cache")):
+    for wrong, message in (({"tokens": q}, "tokens"), ({"sink": sink, "q": q}, "kv")):
         with pytest.raises(TypeError, match=message):
             operation(**wrong)
 
@@ -105,12 +105,16 @@ def test_inputs_that_require_grad_are_refused(name):
     operation = OPERATIONS[name]
     floats = (torch.float16, torch.bfloat16, torch.float32)
     for argument, value in sample_call(name).items():
-        first = value[0] if isinstance(value, list) and value else value
+        first = value
+        while isinstance(first, list | tuple) and first:
+            first = first[0]
         if not isinstance(first, torch.Tensor) or first.dtype not in floats:
             continue
         call = sample_call(name)
         changed = call[argument]
-        (changed[0] if isinstance(changed, list) else changed).requires_grad_()
+        while isinstance(changed, list | tuple):
+            changed = changed[0]
+        changed.requires_grad_()
         message = rf"{name}: {argument} must be detached or .*no_grad.*, got requires_grad=True"
         with torch.enable_grad():
             for ask in (operation, operation.supports, operation.explain):

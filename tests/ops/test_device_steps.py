@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.formats.state_layout import allocate_states
-from anymla.ops.attention import sparse_attention
+from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.indexer import paged_mqa_logits
 from anymla.ops.kv_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
@@ -148,10 +148,20 @@ def test_sparse_attention_beyond_4_gib(heads: int) -> None:
     q, indices = normal(5, heads, 512), torch.randint(0, 4 * PAGE, (5, 192)).int()
     options = {"lengths": torch.tensor([192, 1, 0, 130, 64]).int(), "backend": "triton"}
     far = sparse_attention(
-        q, large, indices + page * PAGE, extra_cache=small, extra_indices=indices[:, :64], **options
+        q,
+        [
+            CacheRows(large, MAIN_FP8, indices + page * PAGE),
+            CacheRows(small, MAIN_FP8, indices[:, :64]),
+        ],
+        **options,
     )
     near = sparse_attention(
-        q, small, indices, extra_cache=large, extra_indices=indices[:, :64] + page * PAGE, **options
+        q,
+        [
+            CacheRows(small, MAIN_FP8, indices),
+            CacheRows(large, MAIN_FP8, indices[:, :64] + page * PAGE),
+        ],
+        **options,
     )
     for a, b in zip(far, near, strict=True):
         assert torch.equal(a, b)

@@ -25,7 +25,8 @@ _WRITES = ("store", "atomic", "copy", "async", "tma", "arrive")
 
 # In a process that does not interpret kernels.
 EARLY = """
-from lab.build_matrix import builds_of, kernel_modules
+from lab.build_matrix import builds_of
+from lab.kernel_files import kernel_modules
 from anymla.ops.device import TARGETS
 for family in kernel_modules():
     for module, builds in builds_of(family, TARGETS["sm_90"]).items():

@@ -10,7 +10,7 @@ import torch
 from anymla.ops.device import numba_problem
 from anymla.runtime.request import Request
 from anymla.testing.conformance.ops import all_operations
-from lab.models import engine_with, load, prompt, tiny
+from lab.cpu.tiny_model import engine_with, load, prompt, tiny
 from lab.timing import CountedCalls
 
 PROMPT_TOKENS, STEPS = 150, 8

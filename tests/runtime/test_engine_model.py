@@ -14,7 +14,7 @@ from anymla.layers import heads
 from anymla.layers.output_projection import OutputProjection
 from anymla.model.load import load_model
 from anymla.ops import registry
-from anymla.ops.attention import prefill_attention, prefill_attention_fp8_quant
+from anymla.ops.attention import prefill_attention
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
@@ -156,8 +156,8 @@ def test_workspaces_with_quantised_heads(tiny_model, monkeypatch):
             monkeypatch.setattr(module, "quantize_heads", True)
     monkeypatch.setattr(
         heads,
-        "prefill_attention_fp8_quant",
-        lambda *args, **more: calls.append(1) or prefill_attention_fp8_quant(*args, **more),
+        "prefill_attention",
+        lambda *args, **more: calls.append(1) or prefill_attention(*args, **more),
     )
     # The first decodes beside the second's prefill.
     requests = [

@@ -13,7 +13,7 @@ from anymla.audit.case import Case
 from anymla.audit.case_forms import check_form
 from anymla.audit.checks import Finding, attended, dense_weight, judge
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
-from anymla.ops.attention import sparse_attention
+from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
 from anymla.ops.hyper_connection import hc_head, hc_post, hc_pre
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
@@ -206,25 +206,15 @@ def _selection(case: Case, backend: str) -> dict[str, Tensor]:
 def _attention(case: Case, backend: str) -> dict[str, Tensor]:
     found = attended(case.tensors)
 
-    def listed(name: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        if name not in found:
-            return None, None
-        data, scales = found[name]
+    def listed(data: Tensor, scales: Tensor) -> CacheRows:
         indices = torch.arange(len(data), dtype=torch.int32, device=data.device)
-        return _page(MAIN_FP8, data, scales), indices.unsqueeze(0)
+        return CacheRows(_page(MAIN_FP8, data, scales), MAIN_FP8, indices.unsqueeze(0))
 
-    cache, indices = listed("window")
-    extra, extra_indices = listed("entries")
-    assert cache is not None
-    assert indices is not None
     out, _ = sparse_attention(
         case.tensors["q"].unsqueeze(0),
-        cache,
-        indices,
+        [listed(*found[name]) for name in ("window", "entries") if name in found],
         sink=case.tensors["sink"],
         scale=float(case.numbers["scale"]),
-        extra_cache=extra,
-        extra_indices=extra_indices,
         backend=backend,
     )
     return {"out": out[0]}

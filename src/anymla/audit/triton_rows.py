@@ -1,11 +1,12 @@
-"""Copies rows of several tensors, if a flag on the device asks for it: one launch, for graphs."""
+"""Copies of rows of several tensors in one launch, if a flag on the device asks for it."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Of a row of the table; the last pads it to 16 bytes, so that no launch differs in alignment.
+# Fields in a row of the table; the last pads it to 16 bytes, so that no launch differs in
+# alignment.
 FIELDS = tl.constexpr(6)
 
 
@@ -19,9 +20,10 @@ def copy_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (entry, row): row ``control[1 + row]`` of a tensor to ``target + row * length``.
+    """Copy row ``control[1 + row]`` of the entry's tensor to ``target + row * length``.
 
-    Addresses are in bytes, all else in words of four bytes. The step is left at the entry's mark.
+    The grid is (entries, rows). Addresses are in bytes, all else in words of four bytes. The step
+    is stored at the entry's mark.
     """
     if tl.load(control + 1 + ROWS + section) != 0:
         entry = table + tl.program_id(0) * FIELDS

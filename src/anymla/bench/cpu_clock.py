@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Seconds after which a call is not repeated any more, and elements of the measured copy.
+# Seconds after which a call is not repeated any more, and number of elements in the measured copy.
 _BUDGET_S = 1.0
 _COPIED = 1 << 26
 _SIDE = 1024
@@ -21,11 +21,11 @@ class CpuClock:
     device = torch.device("cpu")
 
     def time_us(self, calls: Sequence[Callable[[], object]], repetitions: int = 20) -> float:
-        """Median microseconds of one call, after one call that does not count.
+        """Return the median microseconds of one call, after one call that does not count.
 
         Args:
             calls: the same call on different inputs, which are timed in turn.
-            repetitions: rounds at most; there are fewer of what takes long.
+            repetitions: largest number of rounds; long calls get fewer.
         """
         calls[0]()
         taken: list[float] = []
@@ -42,30 +42,30 @@ class CpuClock:
 
     @functools.cache  # noqa: B019  # a process has one clock
     def copy_bandwidth(self) -> float:
-        """Bytes a second of a large copy, read and written ones together."""
+        """Return the bytes per second of a large copy, counting read and written bytes."""
         return 2 * _COPIED / self.copy_us(2 * _COPIED) * 1e6
 
     @functools.cache  # noqa: B019
     def matmul_rate(self) -> float:
-        """Bfloat16 operations a second of a large product."""
+        """Return the bfloat16 operations per second of a large product."""
         matrix = torch.randn(_SIDE, _SIDE).bfloat16()
         return 2 * _SIDE**3 / self.time_us([lambda: matrix @ matrix]) * 1e6
 
     def copy_us(self, bytes_moved: int) -> float:
-        """Microseconds of a copy that reads and writes so many bytes together."""
+        """Return the microseconds of a copy that reads and writes this many bytes together."""
         source = torch.zeros(max(1, bytes_moved // 2), dtype=torch.uint8)
         target = torch.empty_like(source)
         return self.time_us([lambda: target.copy_(source)])
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """Zero: nobody counts what a call takes of the host's memory."""
+        """Return zero, because the memory that a call takes on the host is not counted."""
         call()
         return 0
 
     def kernel_times(self, call: Callable[[], object]) -> list[tuple[str, float]]:
-        """No kernels: they are a GPU's."""
+        """Return no kernels, because only GPUs have them."""
         call()
         return []
 
     def release(self) -> None:
-        """Keep everything: the host's allocator gives back by itself."""
+        """Do nothing, because the host's allocator returns memory by itself."""

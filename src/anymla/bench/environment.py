@@ -15,10 +15,10 @@ import anymla
 
 
 def environment(command: str) -> dict[str, Any]:
-    """Fields that every row carries.
+    """Return the fields that every row carries.
 
     Args:
-        command: the command line that makes the row again.
+        command: command line that reproduces the row.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
@@ -37,7 +37,7 @@ def environment(command: str) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system gives it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         fields = dict(
@@ -54,7 +54,7 @@ def cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the sources, "+" if they were changed since; None if they are no checkout."""
+    """Return the sources' commit, with "+" if they were changed since; None without a checkout."""
     source = Path(__file__).parent
     try:
         head = _git(source, "rev-parse", "--short=10", "HEAD")

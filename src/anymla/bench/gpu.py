@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from anymla.bench import kernels, runner
+from anymla.bench import kernels
 from anymla.bench.gpu_timing import copies_for
-from anymla.bench.kernels import Case
-from anymla.bench.runner import Clock, Subject, Values, Verdict, rounded
+from anymla.bench.kernels import TimedCall
+from anymla.bench.runner import Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.device import target_of
 from anymla.ops.pdl import pdl_enabled
 
 
 def families() -> list[str]:
-    """Names of the modules that have cases."""
+    """List the names of the modules that have cases."""
     found = []
     for module in pkgutil.iter_modules(kernels.__path__):
         if hasattr(importlib.import_module(f"{kernels.__name__}.{module.name}"), "cases"):
@@ -30,7 +30,7 @@ def families() -> list[str]:
 
 
 def device_facts() -> dict[str, Any]:
-    """The accelerator as rows name it; nothing where there is none, and rows name the CPU."""
+    """Return fields that name the accelerator; none without one, since rows name the CPU."""
     if not (torch.cuda.is_available() or torch.xpu.is_available()):
         return {}
     import triton
@@ -52,34 +52,34 @@ def device_facts() -> dict[str, Any]:
     }
 
 
-def cases(chosen: list[str]) -> Iterator[runner.Case]:
-    """The cases of the chosen families."""
+def cases(chosen: list[str]) -> Iterator[Case]:
+    """Yield the cases of the chosen families."""
     for family in chosen:
         module = importlib.import_module(f"{kernels.__name__}.{family}")
         for each in module.cases():
-            if isinstance(each, runner.Case):
+            if isinstance(each, TimedCall):
+                subjects = functools.partial(_subject, each)
+                yield Case(family, each.label, subjects, judge=_rounded)
+            else:
                 yield each
-                continue
-            case = each if isinstance(each, Case) else Case(*each)
-            yield runner.Case(family, case.label, functools.partial(_subject, case), judge=_rounded)
 
 
-def name_of(case: runner.Case) -> str:
-    """The name by which ``anymla bench run`` knows a case: "cache/rope-64-tokens"."""
+def name_of(case: Case) -> str:
+    """Return the name of a case in ``anymla bench run``, such as "cache/rope-64-tokens"."""
     return f"{case.part}/{re.sub('[^a-z0-9]+', '-', case.label.lower()).strip('-')}"
 
 
-def chosen_cases(names: Sequence[str]) -> list[runner.Case]:
-    """The cases of these names, in their order.
+def chosen_cases(names: Sequence[str]) -> list[Case]:
+    """Return the cases of these names, in their order.
 
     Args:
-        names: a case's name, a family's for all of its cases, or "all".
+        names: names of cases, names of families for all of their cases, or "all".
 
     Raises:
         ValueError: there is nothing of a name; the message has the nearest ones.
     """
     every = {name_of(case): case for case in cases(families())}
-    found: dict[str, runner.Case] = {}
+    found: dict[str, Case] = {}
     for name in names:
         given = {key: case for key, case in every.items() if name in (key, case.part, "all")}
         if not given:
@@ -90,24 +90,24 @@ def chosen_cases(names: Sequence[str]) -> list[runner.Case]:
     return list(found.values())
 
 
-def _subject(case: Case, clock: Clock) -> Iterator[Subject]:
-    moved = case.bytes_moved
+def _subject(call: TimedCall, clock: Clock) -> Iterator[Subject]:
+    moved = call.bytes_moved
 
     def after(us: float) -> Values:
         found = {
             "gb_per_s": moved / us * 1e-3,
             "share_of_copy": moved / us * 1e6 / clock.copy_bandwidth(),
         }
-        if case.flops:
-            found["tflops"] = case.flops / us * 1e-6
-            found["share_of_product"] = case.flops / us * 1e6 / clock.matmul_rate()
-        if case.beside_copy:
+        if call.flops:
+            found["tflops"] = call.flops / us * 1e-6
+            found["share_of_product"] = call.flops / us * 1e6 / clock.matmul_rate()
+        if call.beside_copy:
             found["copy_us"] = clock.copy_us(moved)
             found["share_of_same_copy"] = found["copy_us"] / us
         return found
 
     with clock.device:
-        calls = [case.setup() for _ in range(copies_for(moved))]
+        calls = [call.setup() for _ in range(copies_for(moved))]
     yield Subject("us", calls, after=after)
 
 

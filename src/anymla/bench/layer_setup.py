@@ -112,7 +112,7 @@ class LayerSetup:
         queries: int = 1,
         reads: Reads = Reads.SLOTS,
     ) -> DecodeBatch:
-        """Requests that all have ``context`` tokens, the newest of which are run: ``queries``."""
+        """Make requests of ``context`` tokens each, of which the newest ``queries`` are run."""
         store = self._store(context)
         groups = store.groups
         device = self.device
@@ -150,7 +150,7 @@ class LayerSetup:
         return DecodeBatch(step, store.layers[0], Streams(h, h[:, 0].contiguous(), mix))
 
     def visited(self, batch: DecodeBatch) -> int:
-        """Experts of the first layer that have a token of the batch."""
+        """Count the experts of the first layer that have a token of the batch."""
         chosen: dict[str, Tensor] = {}
 
         def record(kind: str, _: int, value: Tensor) -> None:
@@ -184,6 +184,6 @@ class DecodeBatch:
     streams: Streams
 
     def run(self, layer: DecoderLayer) -> Streams:
-        """The whole layer."""
+        """Run the whole layer."""
         out: Streams = layer(self.streams, self.step, self.cache)
         return out

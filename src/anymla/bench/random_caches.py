@@ -12,10 +12,10 @@ from anymla.formats.page_layout import get_layout
 from anymla.runtime.cache_groups import CacheGroup
 from anymla.runtime.cache_store import CacheStore
 
-# Written at a time.
+# Rows of caches, and pages of state caches, that are written at once.
 _ROWS, _STATE_PAGES = 8192, 256
-# Of a cache that attention reads, rows that differ: what follows are copies. Keys that a selection
-# compares all differ.
+# Number of different rows in a cache that attention reads; the others are copies. Keys that a
+# selection compares all differ.
 _DISTINCT_ROWS = 65536
 
 
@@ -66,7 +66,7 @@ def random_rows(
     device: torch.device | str = "cpu",
     random: torch.Generator | None = None,
 ) -> Tensor:
-    """A cache of at least so many rows, all of them random."""
+    """Make a cache of at least this many rows, all of them random."""
     cache = get_layout(layout_id).allocate(-(-slots // page), page, device=device)
     _write(layout_id, cache, random)
     return cache
@@ -74,7 +74,7 @@ def random_rows(
 
 @functools.cache
 def shared_rows(layout_id: str, slots: int, page: int, device: torch.device | str) -> Tensor:
-    """The same for all cases of a command; what else they draw does not depend on it."""
+    """Make the random rows once for all cases of a command, independent of their other draws."""
     return random_rows(layout_id, slots, page, device, torch.Generator(device).manual_seed(0))
 
 
@@ -92,8 +92,8 @@ def _drawn(
     device: torch.device,
     random: torch.Generator | None,
 ) -> Tensor:
-    """[count, *shape] of a normal distribution; with a generator, the first of ``most``."""
-    # What a draw holds hangs on its size.
+    """Draw [count, *shape] from a normal distribution; with a generator, the first of ``most``."""
+    # The values of a draw depend on its size.
     drawn = torch.randn(
         (count if random is None else most, *shape), device=device, generator=random
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,42 @@ from anymla.model.schema import expected_linears, expected_plain, expected_table
 
 # Root mean squares of codes drawn evenly, roughly: e4m3 up to 0x6F, and all of e2m1.
 _E4M3_RMS, _E2M1_RMS = 60.0, 3.0
+
+
+def random_e4m3(*shape: int, device: torch.device | None = None) -> Tensor:
+    """Draw codes of e4m3 numbers evenly, without NaN."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    return codes
+
+
+def random_experts(
+    count: int, d: int, inner: int, device: torch.device | None = None
+) -> dict[str, Any]:
+    """Draw MXFP4 weights of random codes, with scales around those of released weights.
+
+    Args:
+        count: number of experts.
+        d: width of the layer's rows.
+        inner: width of the rows between an expert's two products.
+        device: device that holds the weights; None for torch's default.
+
+    Returns:
+        Keyword arguments of ``experts``: w1, w3, w2, and their scales s1, s3, s2.
+    """
+
+    def random(low: int, high: int, *shape: int) -> list[Tensor]:
+        made = torch.randint(low, high, (count, *shape), dtype=torch.uint8, device=device)
+        return list(made)
+
+    return {
+        "w1": random(0, 256, inner, d // 2),
+        "w3": random(0, 256, inner, d // 2),
+        "w2": random(0, 256, d, inner // 2),
+        "s1": random(116, 121, inner, d // 32),
+        "s3": random(116, 121, inner, d // 32),
+        "s2": random(116, 121, d, inner // 32),
+    }
 
 
 class RandomWeights:
@@ -45,7 +82,7 @@ class RandomWeights:
         self._device = device
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor that is no part of a linear layer."""
+        """Draw a tensor that is not part of a linear layer."""
         expected = self._plain[name]
         self._begin(name)
         if "I64" in expected.dtypes:
@@ -59,7 +96,7 @@ class RandomWeights:
         return 1 + 0.1 * noise if norms else noise / math.sqrt(expected.shape[-1])
 
     def linear(self, prefix: str) -> PackedWeight:
-        """A linear layer's weight."""
+        """Draw a linear layer's weight."""
         shape = self._linears[prefix]
         self._begin(prefix)
         if ".experts." in prefix:
@@ -70,7 +107,7 @@ class RandomWeights:
         return PackedWeight("plain", (weight / math.sqrt(shape.columns)).bfloat16())
 
     def table(self, prefix: str) -> tuple[Tensor, Tensor]:
-        """A table of n-grams' rows and its scales, on the host."""
+        """Draw a table of n-grams' rows and its scales, on the host."""
         rows, width = self._tables[prefix]
         codes = torch.randint(0x70, (rows, width), dtype=torch.uint8, device="cpu")
         exponent = 127 - round(math.log2(_E4M3_RMS))

@@ -1,10 +1,10 @@
-"""Rows of results: one JSON object a line in a file, and a table on the screen."""
+"""Rows of results: one JSON object a line in a file, and a line for people each."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Result:
     met: bool | None = None
 
     def row(self, environment: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the result as a JSON object."""
         verdict = {} if self.target is None else {"target": self.target, "met": self.met}
         return {"part": self.part, "case": self.case} | self.values | verdict | environment
 
@@ -48,7 +48,7 @@ def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines; blank ones are skipped.
+    """Read the rows of a file of JSON lines, skipping blank lines.
 
     Raises:
         ValueError: a line is no JSON object; the message names file and line.
@@ -71,21 +71,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def table(results: Sequence[Result]) -> list[str]:
-    """Lines for people: case, numbers, and how they compare with what was asked."""
-    lines = []
-    part = None
-    width = max((len(result.case) for result in results), default=0)
-    for result in results:
-        if result.part != part:
-            part = result.part
-            lines += ["", part]
-        lines.append(line(result, width))
-    return lines[1:]
-
-
 def line(result: Result, width: int) -> str:
-    """One of the table's lines, its case as wide as the others'."""
+    """Format a result: its case, padded to ``width``, its numbers, and its target if any."""
     numbers = "  ".join(f"{name} {_short(value)}" for name, value in result.values.items())
     verdict = ""
     if result.target is not None:

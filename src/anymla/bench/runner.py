@@ -1,8 +1,8 @@
-"""One benchmark runner: a case's inputs, its subjects (ours and peers), medians, a row.
+"""The benchmark runner: from a case's inputs and subjects (ours and peers) to medians in a row.
 
-A family's ``cases`` module says what a case's subjects are; ``peers`` has other libraries' calls;
-a ``Clock`` times. A row is a case's fields, what its subjects gave in their order, and what
-``judge`` makes of them; ``facts`` are in every row of a command.
+A family's ``cases`` module defines a case's subjects, ``peers`` holds other libraries' calls, and a
+``Clock`` times. A row consists of the case's fields, its subjects' fields in their order, and the
+verdict of ``judge``; ``facts`` are in every row of a command.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anymla.bench.report import Result
 
 Call = Callable[[], Any]
 Values = dict[str, Any]
-# What was asked of a row in words, and whether it was met; None where nothing was.
+# A row's target in words, and True if the row reaches it; None without a target.
 Verdict = tuple[str, bool] | None
 
 
@@ -29,7 +29,7 @@ class Versioned(Protocol):
     name: str
 
     def version(self) -> str | None:
-        """Its release; None if the library does not say it."""
+        """Return the library's release; None if it does not say it."""
         ...
 
 
@@ -46,19 +46,19 @@ class Clock(Protocol):
         ...
 
     def copy_bandwidth(self) -> float:
-        """Bytes a second of a large copy, read and written ones together."""
+        """Return the bytes per second of a large copy, counting read and written bytes."""
         ...
 
     def matmul_rate(self) -> float:
-        """Bfloat16 operations a second of a large product."""
+        """Return the bfloat16 operations per second of a large product."""
         ...
 
     def copy_us(self, bytes_moved: int) -> float:
-        """Microseconds of a copy that moves so many bytes."""
+        """Return the microseconds of a copy that moves this many bytes."""
         ...
 
     def peak_bytes(self, call: Call) -> int:
-        """Memory that a call takes beyond what is held before it."""
+        """Return the memory that a call takes beyond what is held before it, in bytes."""
         ...
 
     def kernel_times(self, call: Call) -> list[tuple[str, float]]:
@@ -66,7 +66,7 @@ class Clock(Protocol):
         ...
 
     def release(self) -> None:
-        """Give memory that is free back to the device."""
+        """Return free memory to the device."""
         ...
 
 
@@ -76,14 +76,14 @@ class Subject:
 
     Attributes:
         field: name of the row's field for the median microseconds.
-        calls: the same call on different inputs, as many as defeat the caches; none where only
+        calls: the same call on different inputs, as many as defeat the caches; none if only
             ``before`` counts.
-        repetitions: replays that are timed.
-        per: operations in one call, of which the time is one's.
-        before: fields of the row that are found before it is timed, its error for instance.
-        after: fields that follow from its microseconds.
-        within: a context that it is timed in.
-        optional: left out of the row if it raises RuntimeError.
+        repetitions: number of timed replays.
+        per: operations in one call, among which its time is divided.
+        before: function that returns fields before timing, such as the error.
+        after: function from microseconds to further fields.
+        within: context in which the calls are timed.
+        optional: True to leave the subject out of the row if it raises RuntimeError.
     """
 
     field: str
@@ -97,20 +97,21 @@ class Subject:
 
 
 def unjudged(values: Values) -> tuple[Values, Verdict]:
-    """The row as it is, of which nothing is asked."""
+    """Return the row as it is, without a target."""
     return values, None
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row to be.
+    """One row to be measured.
 
     Attributes:
         part: name of the benchmark's part.
-        label: for people; the row's ``case``.
-        subjects: draws the inputs on a clock's device; later subjects when the earlier are timed.
+        label: text for people, the row's ``case``.
+        subjects: function that draws the inputs on a clock's device and yields subjects, each one
+            after the previous has been timed.
         fields: fields of the row that are known beforehand.
-        judge: makes the row and the verdict of all values.
+        judge: function from all values to the row and the verdict.
         seed: seed of the inputs.
     """
 
@@ -125,12 +126,12 @@ class Case:
 def run(
     cases: Iterable[Case], clock: Clock, *, failures_are_rows: bool = False
 ) -> Iterator[Result]:
-    """Measure the cases, one result each; none where a case has no subjects here.
+    """Measure the cases and yield one result each, or none for a case without subjects here.
 
     Args:
-        cases: drawn one after the other, so that only one's inputs are held.
+        cases: cases, drawn one after the other so that only one's inputs are held.
         clock: clock that times the calls, with the device of the inputs.
-        failures_are_rows: a case that raises gives a row that says so; else the run ends.
+        failures_are_rows: True to report a case that raises in a row; False to end the run.
     """
     for case in cases:
         try:
@@ -145,7 +146,7 @@ def run(
             values, verdict = {"error": problem}, ("runs", False)
         clock.release()
         result = Result(case.part, case.label, values, *(verdict or (None, None)))
-        del case  # which may hold weights, while the next one's are made
+        del case  # it may hold weights while the next case's weights are made
         yield result
 
 
@@ -165,7 +166,7 @@ def _measured(case: Case, clock: Clock) -> Values | None:
 
 
 def ceilings(clock: Clock, of: Collection[str] = ("copy", "product")) -> Iterator[Result]:
-    """Rows of what the device can do: a large copy, a large matrix product."""
+    """Yield rows of the device's ceilings: a large copy and a large matrix product."""
     if "copy" in of:
         yield Result("device", "copy", {"tb_per_s": clock.copy_bandwidth() / 1e12})
     if "product" in of:
@@ -173,12 +174,12 @@ def ceilings(clock: Clock, of: Collection[str] = ("copy", "product")) -> Iterato
 
 
 def facts(command: str, device: Values, peers: Iterable[Versioned] = ()) -> Values:
-    """Fields of every row of a command: machine, commit, versions, and the peers' versions."""
+    """Return the fields of every row of a command: machine, commit, and all versions."""
     return environment(command) | device | {peer.name: peer.version() for peer in peers}
 
 
 def rounded(values: Values, digits: dict[str, int]) -> Values:
-    """The values, those named with so many digits after the point."""
+    """Round the named values to the given numbers of digits after the point."""
     return {
         name: round(value, digits[name]) if name in digits else value
         for name, value in values.items()
@@ -188,12 +189,12 @@ def rounded(values: Values, digits: dict[str, int]) -> Values:
 def beside(
     ours: str, theirs: str, least: float, words: str
 ) -> Callable[[Values], tuple[Values, Verdict]]:
-    """A judge: how many times as long the peer takes, where it was timed.
+    """Make a judge that adds how many times as long the peer takes, if it was timed.
 
     Args:
-        ours: field of our microseconds.
-        theirs: field of the peer's.
-        least: ratio that is asked for.
+        ours: name of the field of our microseconds.
+        theirs: name of the field of the peer's microseconds.
+        least: smallest ratio that reaches the target.
         words: target in words, for people.
     """
 

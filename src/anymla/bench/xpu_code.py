@@ -12,5 +12,5 @@ def missing() -> str:
 
 
 def ocloc() -> str | None:
-    """Path of the compiler; None if there is none."""
+    """Return the path of the compiler; None if there is none."""
     return os.environ.get("ANYMLA_OCLOC") or shutil.which("ocloc")

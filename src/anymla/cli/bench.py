@@ -72,7 +72,7 @@ def gpu(context: click.Context, json_file: Path | None, families: tuple[str, ...
 
 
 def _moved(name: str) -> click.Command:
-    """An old name of a command of the lab, which says the new one and runs it."""
+    """Name the new command for an old name of a lab command, and run it."""
 
     @click.pass_context
     def run(context: click.Context, words: tuple[str, ...]) -> None:

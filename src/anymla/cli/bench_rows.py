@@ -20,7 +20,7 @@ from anymla.cli.files import OutputFile
 if TYPE_CHECKING:
     from anymla.bench.runner import Case, Versioned
 
-# How the commands are called that a checkout has besides ``anymla bench``.
+# Prefix of the commands that only a checkout has, besides ``anymla bench``.
 LAB = "python -m lab"
 _CASE_WIDTH = 44
 _Case = TypeVar("_Case")
@@ -42,13 +42,7 @@ def require_known(option: str, given: Iterable[str], choices: Collection[str]) -
 
 
 def require_cases(filters: str, cases: Iterable[_Case], without: Sequence[object]) -> list[_Case]:
-    """The cases that filters leave; BadInput where that is none.
-
-    Args:
-        filters: options as the user wrote them.
-        cases: cases that the filters select.
-        without: values to name, of which the filters would have selected something.
-    """
+    """Return the cases that filters leave; BadInput if there are none."""
     selected = list(cases)
     if not selected:
         raise BadInput(f"{filters}: no case is of that; there are {', '.join(map(str, without))}")
@@ -65,10 +59,7 @@ def require_gpu(*, intel: bool = False) -> None:
 
 
 def command_line() -> str:
-    """The command that makes the rows again, with file names instead of paths and without --json.
-
-    It is a command of ``python -m lab`` where that runs, also by an old name of ``anymla bench``.
-    """
+    """Return the command that reproduces the rows, with file names for paths and without --json."""
     words, given = ["anymla"], sys.argv[1:]
     context = click.get_current_context(silent=True)
     if context is not None and context.find_root().info_name == LAB:

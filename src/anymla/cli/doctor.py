@@ -121,7 +121,7 @@ def command(
 
 
 def _quick_cases(families: Sequence[str]) -> list[Case]:
-    """The quick cases that call an operation of one of the families; of no families, all."""
+    """Return the quick cases that call an operation of the families, or of any without families."""
     from anymla.testing.conformance.calls import family_of
     from anymla.testing.conformance.ops import all_operations
     from anymla.testing.conformance.registry import load_cases
@@ -211,7 +211,7 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _table(findings: list[Finding]) -> list[str]:
-    """A line for each operation and backend, then the reasons against backends not taken."""
+    """Format a line for each operation and backend, then why backends were not taken."""
     width = max((len(each.operation) for each in findings), default=0)
     lines = ["", f"{'family':18} {'operation':{width}} {'backend':11} cases"]
     for each in findings:
@@ -236,7 +236,7 @@ def _table(findings: list[Finding]) -> list[str]:
 
 
 def _verdict(outcomes: list[Outcome]) -> list[str]:
-    """A line for each case with its largest error, then what they come to."""
+    """Format a line for each case with its largest error, then a summary."""
     words = {"passed": "ok", "failed": "WRONG", "not applicable": "cannot"}
     lines = ["", "case  error of what is allowed"]
     for each in outcomes:

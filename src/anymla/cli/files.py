@@ -20,7 +20,7 @@ from anymla.formats.untrusted import special_kind
 STANDARD = Path("-")
 # A limit far above a prompt of the longest context, as ids or as escaped JSON.
 MAX_TEXT_BYTES = 1 << 25
-# Seconds for a pipe to find its writer; those of a shell's <(..) have one.
+# Seconds that a pipe waits for its writer; the pipe of a shell's <(..) already has one.
 _WRITER_S = 2.0
 
 

@@ -109,8 +109,8 @@ def command(
 ) -> None:
     """Show what is in a checkpoint (tensors, sizes, what is missing) or in a dumped cache.
 
-    Of a checkpoint also the memory that it takes: weights by the GPUs that share it, and caches by
-    the length of a text.
+    For a checkpoint, also show the memory that it takes: weights by the number of GPUs that share
+    it, and caches by the length of a text.
 
     A cache can be verified (NaN, scale bytes that no quantiser writes, padding, stale rows),
     compared with another one, and converted between layouts: FP8 pages, entries one after the
@@ -202,7 +202,7 @@ def _checkpoint_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _drafter(report: dict[str, Any]) -> str:
-    """Name the drafter, or the configuration's drafter that the files lack."""
+    """Name the drafter, or the drafter that the configuration has but the files lack."""
     mtp, declared = report["mtp_layers"], report["mtp_layers_declared"]
     if report["dspark"] is not None:
         return f"DSpark drafter of {report['dspark']['stages']} stages"

@@ -26,7 +26,7 @@ _CPU_FLAGS = {
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Facts in the order in which they are shown; None for what is not known."""
+    """Return facts in the order in which they are shown; None for unknown ones."""
     facts = environment("anymla doctor")
     shown = {
         "device": cpu_model(),
@@ -132,7 +132,7 @@ def _intel_without_a_card() -> str | None:
 
 
 def _busy(load: float | None, cores: int | None) -> str | None:
-    """That other processes have run on more than half of the cores of late."""
+    """Say so if other processes have lately run on more than half of the cores."""
     if load is None or cores is None or load <= cores / 2:
         return None
     return f"other processes use {load:g} of {cores} cores"

@@ -28,7 +28,8 @@ from anymla.runtime.options import EngineOptions
 from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.conformance.ops import all_backends
 
-# Most threads per CPU that an option may request: more only wait, and too many end the process.
+# Largest number of threads per CPU that an option may request: more only wait, and too many end the
+# process.
 _THREADS_A_CPU = 8
 
 

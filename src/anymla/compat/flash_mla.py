@@ -38,7 +38,7 @@ from anymla.formats.page_layout import (
     V41_MAIN_FP8_SPLIT,
     get_layout,
 )
-from anymla.ops.attention import sparse_attention, sparse_attention_rows
+from anymla.ops.attention import CacheRows, sparse_attention, sparse_attention_rows
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, require
 
 __all__ = [
@@ -180,12 +180,19 @@ def flash_mla_with_kvcache(
         )
     batch, queries = q.shape[:2]
     cache, layout = _cache(name, "k_cache", k_cache, use_legacy, kv_format)
-    extra_cache, extra_layout = None, MAIN_FP8
-    if extra_k_cache is not None:
-        extra_cache, extra_layout = _cache(name, "extra_k_cache", extra_k_cache, use_legacy)
     extra_indices = extra_indices_in_kvcache
+    both = (extra_k_cache is None) == (extra_indices is None)
+    expected = "given together with extra_k_cache"
+    require(both, name, "extra_indices_in_kvcache", expected, "one of them")
     flat = None if out is None else _as_rows(out)
     lengths, extra_lengths = _each(topk_length, queries), _each(extra_topk_length, queries)
+    rows = [CacheRows(cache, layout, indices.flatten(0, 1), lengths)]
+    if extra_k_cache is not None and extra_indices is not None:
+        extra_cache, layout = _cache(name, "extra_k_cache", extra_k_cache, use_legacy)
+        rows.append(CacheRows(extra_cache, layout, extra_indices.flatten(0, 1), extra_lengths))
+    else:
+        got, expected = "a tensor", "None without extra_k_cache"
+        require(extra_lengths is None, name, "extra_topk_length", expected, got)
     plan = None
     if not enable_batch_invariant:
         plan = tile_scheduler_metadata.plan(
@@ -197,16 +204,9 @@ def flash_mla_with_kvcache(
         )
     result, lse = sparse_attention(
         q.flatten(0, 1),
-        cache,
-        indices.flatten(0, 1),
-        lengths,
+        rows,
         sink=attn_sink,
         scale=softmax_scale,
-        extra_cache=extra_cache,
-        extra_indices=None if extra_indices is None else extra_indices.flatten(0, 1),
-        extra_lengths=extra_lengths,
-        layout=layout,
-        extra_layout=extra_layout,
         value_dim=head_dim_v,
         empty_lse=math.inf,
         batch_invariant=bool(enable_batch_invariant),

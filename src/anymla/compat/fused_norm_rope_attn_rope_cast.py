@@ -10,20 +10,20 @@ from typing import Any, NoReturn
 __all__ = ["decode", "permute_q_b_proj", "permute_wv_proj", "prefill"]
 
 _IN_PLACE = (
-    "call anymla.ops.norm_rope.qnorm_rope_kv_insert, then {attention}, which rotates back and "
-    "casts to FP8 in blocks of 128 channels"
+    "call anymla.ops.norm_rope.qnorm_rope_kv_insert, then {attention} with an epilogue, which "
+    "rotates back and casts to FP8 in blocks of 128 channels"
 )
 _UNPERMUTED = "anymla's projections take the weight as it is in the checkpoint"
 
 
 def prefill(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise NotImplementedError: sparse prefill with norm, RoPE and FP8 cast in one kernel."""
-    _not_provided("prefill", _IN_PLACE.format(attention="prefill_attention_fp8_quant"))
+    _not_provided("prefill", _IN_PLACE.format(attention="prefill_attention"))
 
 
 def decode(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise NotImplementedError: sparse decode with norm, RoPE and FP8 cast in one kernel."""
-    _not_provided("decode", _IN_PLACE.format(attention="sparse_attention_fp8_quant"))
+    _not_provided("decode", _IN_PLACE.format(attention="sparse_attention"))
 
 
 def permute_q_b_proj(*args: Any, **kwargs: Any) -> NoReturn:

@@ -78,7 +78,7 @@ def convert_cache(cache: Tensor, source_id: str, target_id: str, rows: int) -> t
 
 
 def _rearranged(source: PageLayout, target: PageLayout) -> PageLayout:
-    """The source's record in pages like the target's."""
+    """Rearrange the source's record into pages like the target's."""
     return dataclasses.replace(
         source,
         layout_id=target.layout_id,

@@ -49,7 +49,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Inverse of ``pack_nibbles``: bytes [..., n] to codes [..., 2n], uint8."""
+    """Invert ``pack_nibbles``: bytes [..., n] to codes [..., 2n], uint8."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 

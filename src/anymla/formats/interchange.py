@@ -97,11 +97,7 @@ DUMP_LAYOUT_IDS = (*LAYOUT_IDS, *_OTHERS)
 
 
 def dump_layout(layout_id: str) -> PageLayout:
-    """The layout of that name, of those that operations read and of those that they do not.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
+    """Return the layout of a name, whether operations read it or not."""
     if layout_id in _OTHERS:
         return _OTHERS[layout_id]
     if layout_id in LAYOUT_IDS:

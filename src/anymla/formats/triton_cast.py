@@ -20,7 +20,7 @@ _DROPS_ROUNDING = tl.constexpr("intel" in backends)
 
 @triton.jit
 def widen(x):
-    """Values as float32, also where they were rounded to 16 bits just before."""
+    """Convert values to float32, also values that have just been rounded to 16 bits."""
     if _DROPS_ROUNDING and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif _DROPS_ROUNDING and x.dtype == tl.float16:
@@ -83,7 +83,7 @@ def fp32_to_e4m3(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def scale_exponent(amax, CODE_MAX: tl.constexpr, FLOOR: tl.constexpr):
-    """``ceil(log2(max(amax, FLOOR) / CODE_MAX))`` as int32, from the float32 bits."""
+    """Compute ``ceil(log2(max(amax, FLOOR) / CODE_MAX))`` as int32 from the float32 bits."""
     ratio = tl.maximum(amax, FLOOR) * (1.0 / CODE_MAX)
     bits = ratio.to(tl.int32, bitcast=True)
     return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)
@@ -91,7 +91,7 @@ def scale_exponent(amax, CODE_MAX: tl.constexpr, FLOOR: tl.constexpr):
 
 @triton.jit
 def exp2_int(exponent):
-    """2^exponent as float32 for int32 exponents -126..127."""
+    """Return 2^exponent as float32 for int32 exponents -126 .. 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -105,7 +105,7 @@ def ue8m0_to_fp32(codes):
 
 @triton.jit
 def exponent_to_ue8m0(exponent):
-    """Scale byte of an int32 exponent: exponent + 127 clamped to 0..255, uint8."""
+    """Encode an int32 exponent as a uint8 scale byte: exponent + 127 clamped to 0 .. 255."""
     return tl.minimum(tl.maximum(exponent + 127, 0), 255).to(tl.uint8)
 
 
@@ -124,8 +124,8 @@ def fp32_to_e2m1(x):
 def fp32_to_scaled_e2m1(x, step):
     """Encode float32 x / step to uint8 e2m1 codes 0..15 without dividing; steps are e4m3 values.
 
-    Products of these and of the midpoints between codes are exact, so ties are where they should
-    be, which the quotients of an approximate division are not.
+    Products of steps and of the midpoints between codes are exact, so ties are exact too; with the
+    quotients of an approximate division they would not be.
     """
     a = tl.abs(x)
     code = (a > 0.25 * step).to(tl.uint8) + (a >= 0.75 * step).to(tl.uint8)

@@ -1,4 +1,4 @@
-"""Matrix products inside kernels whose operands lose no bits."""
+"""Matrix products inside kernels that lose no bits of their operands."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from anymla.formats.triton_cast import widen
 
 @triton.jit
 def _upper_bits(x):
-    """A float32 without the 16 bits that a bfloat16 has not; what it leaves has 16 bits at most."""
+    """Clear the 16 bits of a float32 that a bfloat16 lacks; the rest is at most 16 bits wide."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _as_bf16(x):
-    """A float32 that is a bfloat16, by moving its bits: conversions are slow on NVIDIA."""
+    """Convert a float32 that is a bfloat16 by moving its bits: conversions are slow on NVIDIA."""
     return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def split_in_three(x):
-    """Three bfloat16, the largest first, whose sum is a float32 x: 8 of its 24 bits each."""
+    """Split a float32 x into three bfloat16 of 8 bits each, the largest first, whose sum is x."""
     high = _upper_bits(x)
     rest = x - high
     middle = _upper_bits(rest)
@@ -31,7 +31,7 @@ def split_in_three(x):
 
 @triton.jit
 def _bf16_parts(x):
-    """bfloat16, the least first, whose sum is x."""
+    """Split x into bfloat16 whose sum is x, the least first."""
     if x.dtype == tl.float32:
         high, middle, low = split_in_three(x)
         return low, middle, high
@@ -45,17 +45,17 @@ def _bf16_parts(x):
 
 @triton.jit
 def exact_dot(a, w, total, WIDE: tl.constexpr = False):
-    """Add a @ w^T to ``total``, the operands unrounded and the sums in float32.
+    """Add a @ w^T to ``total``, with unrounded operands and sums in float32.
 
-    Tensor cores cut off what they add to a sum: up to a unit of its last place each time, always
-    towards zero. So a call's products are summed by themselves, the least of them first while the
-    sum is small, and that sum is added to ``total`` with rounding.
+    Tensor cores truncate when they add to a sum: each time by up to a unit of its last place, and
+    always towards zero. So the products of one call are summed on their own, the least of them
+    first while the sum is small, and that sum is added to ``total`` with rounding.
 
     Args:
-        a: [M, K] bfloat16, float16 or float32.
-        w: [N, K] likewise.
-        total: [M, N] float32.
-        WIDE: multiply in float32, where the target has no products of bfloat16.
+        a: left operand, [M, K] bfloat16, float16 or float32.
+        w: right operand, [N, K] of the same dtypes.
+        total: sums so far, [M, N] float32.
+        WIDE: True to multiply in float32, for targets without products of bfloat16.
     """
     ALIKE: tl.constexpr = a.dtype == w.dtype
     if WIDE:
@@ -65,7 +65,7 @@ def exact_dot(a, w, total, WIDE: tl.constexpr = False):
     elif ALIKE:
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     else:
-        # The products of bfloat16 are tensor-core ones.
+        # Split into bfloat16, whose products run on tensor cores.
         left, right = _bf16_parts(a), _bf16_parts(w)
         part = tl.zeros_like(total)
         for i in tl.static_range(len(left)):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _butterfly(x, HALF: tl.constexpr):
-    """Sums and differences of channels that are HALF apart."""
+    """Replace channels that are HALF apart by their sums and differences."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     pair = tl.reshape(x, (ROWS, WIDTH // (2 * HALF), 2, HALF))

@@ -126,9 +126,9 @@ def cache_bytes(k_cache: Tensor) -> tuple[Tensor, int, int, int]:
 
 @triton.jit
 def entry_offsets(slots, valid, page_stride, ENTRIES: tl.constexpr, CODEC: tl.constexpr):
-    """Byte offsets, int64 [N], of the values and of the scales of entries.
+    """Compute byte offsets, int64 [N], of the values and of the scales of entries.
 
-    Slots [N] of any integer type; those that are not ``valid`` give the offsets of slot 0.
+    Slots [N] have any integer type; those that are not ``valid`` give the offsets of slot 0.
     """
     DATA: tl.constexpr = getattr(CODEC, "data_bytes")
     SCALES: tl.constexpr = getattr(CODEC, "scale_bytes")
@@ -156,7 +156,7 @@ def load_rows(cache, values, scales, valid, CODEC: tl.constexpr, NATIVE: tl.cons
         BLOCK: tl.constexpr = getattr(CODEC, "block")
         BLOCKS: tl.constexpr = CHANNELS // BLOCK
         CODED: tl.constexpr = NOPE // BLOCK
-        # One tile for codes and bfloat16 alike: each thread loads the one or the other.
+        # Use one tile for codes and bfloat16: each thread loads either of the two.
         block = tl.arange(0, BLOCKS)
         channel = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         coded = (block < CODED)[None, :, None]
@@ -207,7 +207,7 @@ def load_channels(
     there = valid[:, None]
     at = (cache + values)[:, None]
     if KIND == "bf16" or (KIND == "split_fp8" and START >= NOPE):
-        # START bfloat16 channels, or nope bytes and then bfloat16.
+        # The offset counts bfloat16 from the row's start, of which nope bytes are codes.
         FIRST: tl.constexpr = START - (NOPE // 2 if KIND == "split_fp8" else 0)
         x = tl.load(
             at.to(tl.pointer_type(tl.bfloat16)) + (FIRST + channel)[None, :], mask=there, other=0.0
@@ -251,10 +251,10 @@ def load_channels(
 
 @triton.jit
 def block_exponent(blocks, CODEC: tl.constexpr):
-    """Scale exponents int32 [...] of float32 blocks [..., n]; 128 if one is NaN or infinite."""
+    """Compute scale exponents int32 [...] of float32 blocks [..., n]; 128 for NaN or infinity."""
     CODE_MAX: tl.constexpr = getattr(CODEC, "code_max")
     FLOOR: tl.constexpr = getattr(CODEC, "floor")
-    # As integers magnitudes order alike, and a NaN is the largest instead of being dropped.
+    # Compare magnitudes as integers, which sort in the same order and keep a NaN as the largest.
     magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.max(magnitude, len(blocks.shape) - 1)
     exponent = scale_exponent(top.to(tl.float32, bitcast=True), CODE_MAX, FLOOR)
@@ -263,15 +263,15 @@ def block_exponent(blocks, CODEC: tl.constexpr):
 
 @triton.jit
 def nvfp4_scales(blocks, CODEC: tl.constexpr, NATIVE: tl.constexpr):
-    """Scale bytes uint8 [...] of float32 blocks [..., n], and what to divide by, float32 [...].
+    """Compute scale bytes uint8 [...] of float32 blocks [..., n], and the divisors, float32 [...].
 
-    These are the scale, and NaN beside 448 for a block that is not finite.
+    Divisors are the decoded scales; a block that is not finite has divisor NaN and scale 448.
     """
     CODE_MAX: tl.constexpr = getattr(CODEC, "code_max")
     FLOOR: tl.constexpr = getattr(CODEC, "floor")
     magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.max(magnitude, len(blocks.shape) - 1)
-    # For bfloat16 magnitudes the product is coded as the quotient is, whose ties it keeps.
+    # For bfloat16 magnitudes the product gets the same code as the quotient, ties included.
     amax = tl.maximum(top.to(tl.float32, bitcast=True), FLOOR)
     codes = fp32_to_e4m3(amax * (1.0 / CODE_MAX), NATIVE)
     finite = top < 0x7F800000
@@ -302,8 +302,8 @@ def store_rows(
 ):
     """Encode float32 rows x [N, channels] and store them at the entries that are ``valid``.
 
-    Without TAIL the channels of a "split_fp8" row that are not codes are left to ``store_tail``:
-    where they are in memory, that is less than to change the layout of whole rows for them.
+    Without TAIL, ``store_tail`` must store the channels of a "split_fp8" row that are not codes. If
+    these are in memory, that is cheaper than to change the layout of whole rows.
     """
     KIND: tl.constexpr = getattr(CODEC, "kind")
     CHANNELS: tl.constexpr = getattr(CODEC, "channels")

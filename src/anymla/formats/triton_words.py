@@ -6,10 +6,10 @@ bit of a wider float, are that code's value times a power of two, subnormals inc
     e4m3 s00eem00  value * 2^-6      float16 s000eem0...  value * 2^-14
                                      bfloat16 s00000ee m...  value * 2^-126
 
-Shifts and masks move two codes at a time, four for e4m3. The order of the values is that of the
-least work, and the one in which the threads of a matrix instruction hold them: thread t of four has
-word t of 32 channels. A sum over channels is independent of the order if its other operand has the
-same one, which ``channel_at`` gives.
+Shifts and masks move two codes at a time, or four for e4m3. The decoded values come in the order
+that takes the least work, which is also the order in which the threads of a matrix instruction hold
+them: thread t of four has word t of 32 channels. A sum over channels does not depend on the order
+if its other operand has the same one, which ``channel_at`` gives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Factor that decoded values must be multiplied with.
+# Factors that decoded values must be multiplied with.
 E4M3_UNIT = tl.constexpr(2.0**6)
 FLOAT16_UNIT = tl.constexpr(2.0**14)
 BFLOAT16_UNIT = tl.constexpr(2.0**126)
@@ -25,7 +25,10 @@ BFLOAT16_UNIT = tl.constexpr(2.0**126)
 
 @triton.jit
 def channel_at(place, BYTES: tl.constexpr):
-    """Channel of a place among decoded values of so many bytes; both from the same multiple."""
+    """Return the channel at a place among decoded values of BYTES bytes.
+
+    Both are counted from the same multiple of 32.
+    """
     within = place % 32
     if BYTES == 1:
         channel = 8 * (within // 4 % 4) + 2 * (within % 4) + within // 16
@@ -36,7 +39,7 @@ def channel_at(place, BYTES: tl.constexpr):
 
 @triton.jit
 def _bytes(words):
-    """The four bytes of int32 words [...] in order, uint8 [..., 2, 2]."""
+    """Split int32 words [...] into their four bytes in order, uint8 [..., 2, 2]."""
     even = tl.join((words & 255).to(tl.uint8), ((words >> 16) & 255).to(tl.uint8))
     odd = tl.join(((words >> 8) & 255).to(tl.uint8), ((words >> 24) & 255).to(tl.uint8))
     return tl.join(even, odd)
@@ -44,7 +47,7 @@ def _bytes(words):
 
 @triton.jit
 def _halves(words):
-    """Both halves of int32 words [...], uint16 [..., 2]."""
+    """Split int32 words [...] into both halves, uint16 [..., 2]."""
     return tl.join((words & 0xFFFF).to(tl.uint16), ((words >> 16) & 0xFFFF).to(tl.uint16))
 
 
@@ -62,7 +65,7 @@ def words_to_e4m3(words):
 
 @triton.jit
 def _wide(words, EXPONENT: tl.constexpr):
-    """As uint16 bits [n, 8 W], the lowest bit of the exponent at EXPONENT."""
+    """Decode to uint16 bits [n, 8 W], with the lowest bit of the exponent at EXPONENT."""
     ROWS: tl.constexpr = words.shape[0]
     RUNS: tl.constexpr = words.shape[1] // 4
     MASK: tl.constexpr = 7 << (EXPONENT - 1)
@@ -103,9 +106,9 @@ def _float16_halves(words):
 
 @triton.jit
 def e4m3_words_to_fp16(words):
-    """The four e4m3 codes of int32 words, in order: float16 of value * 2^-8, NaN for NaN.
+    """Decode the four e4m3 codes of int32 words, in order, to float16 of value * 2^-8.
 
-    A word with a NaN is four of them, since that takes one comparison.
+    A NaN makes all four values of its word NaN, because that takes only one comparison.
     """
     even = ((words << 8) & -0x7FFF8000) | ((words << 7) & 0x3F803F80)
     odd = (words & -0x7FFF8000) | ((words >> 1) & 0x3F803F80)

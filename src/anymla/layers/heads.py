@@ -14,10 +14,10 @@ from anymla.layers.rows import PrefillRows, RequestRows, Rows
 from anymla.layers.spec import WINDOW_GROUP, LayerSpec
 from anymla.layers.step import Step
 from anymla.ops.attention import (
+    CacheRows,
+    InverseRopeQuant,
     prefill_attention,
-    prefill_attention_fp8_quant,
     sparse_attention,
-    sparse_attention_fp8_quant,
 )
 from anymla.ops.attention.plan import quantises_in_one_kernel
 from anymla.ops.linear import inverse_rope_fp8_quant
@@ -60,6 +60,15 @@ class AttentionInputs:
         kind = spec.listed
         name = kind or WINDOW_GROUP
         return cls(cache, step.window, entries, step.plans, kind, step.chunks.get(name), selected)
+
+    def cache_rows(self) -> list[CacheRows]:
+        """Return the rows of the window, and of compressed entries if the layer has any."""
+        formats = self.cache.format
+        rows = [self.window.in_cache(self.cache.window, formats.main)]
+        if self.entries is not None:
+            assert self.cache.compressed is not None
+            rows.append(self.entries.in_cache(self.cache.compressed, formats.entries))
+        return rows
 
     @property
     def decodes(self) -> int:
@@ -144,15 +153,13 @@ class Heads:
             return self._quantised_by_slots(q, inputs, positions, cos_sin)
         before = inputs.decodes
         with scratch_scope():
-            quantised: tuple[Tensor, Tensor] = prefill_attention_fp8_quant(
+            quantised = prefill_attention(
                 q[before:],
                 *inputs.prefilled(q.dtype, self.backend),
-                positions[before:],
-                cos_sin,
-                n_groups=self.groups,
                 window=chunk.window,
                 entries=chunk.entries,
                 sink=self.sink,
+                epilogue=InverseRopeQuant(positions[before:], cos_sin, self.groups),
                 backend=self.backend,
             )
         if not before:
@@ -165,49 +172,30 @@ class Heads:
         return together.view(codes.dtype), torch.cat((scales, quantised[1]))
 
     def _by_slots(self, q: Tensor, inputs: AttentionInputs, out: Tensor | None) -> Tensor:
-        attended: Tensor = sparse_attention(
+        return sparse_attention(
             q,
-            inputs.cache.window,
-            inputs.window.indices,
-            inputs.window.lengths,
-            **self._given(inputs),
+            inputs.cache_rows(),
+            sink=self.sink,
             plan=self._plan(inputs),
             out=out,
             backend=self.backend,
         )[0]
-        return attended
 
     def _quantised_by_slots(
         self, q: Tensor, inputs: AttentionInputs, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """In one operation where a kernel does it at once."""
-        window = inputs.window
-        given = (q, inputs.cache.window, window.indices, window.lengths, positions, cos_sin)
-        named = {"n_groups": self.groups, **self._given(inputs), "plan": self._plan(inputs)}
-        if self.backend is None and quantises_in_one_kernel(given, named):
-            quantised = sparse_attention_fp8_quant(*given, **named)
-        else:
-            quantised = inverse_rope_fp8_quant(
-                self._by_slots(q, inputs, None),
-                positions,
-                cos_sin,
-                n_groups=self.groups,
-                backend=self.backend,
-            )
-        codes, scales = quantised
-        return codes, scales
-
-    def _given(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """Return the keyword arguments of attention by slots."""
-        entries, formats = inputs.entries, inputs.cache.format
-        return {
-            "sink": self.sink,
-            "extra_cache": None if entries is None else inputs.cache.compressed,
-            "extra_indices": None if entries is None else entries.indices,
-            "extra_lengths": None if entries is None else entries.lengths,
-            "layout": formats.main,
-            "extra_layout": formats.entries,
-        }
+        """Attend by slots, rotate back and quantise, in one operation where a kernel does that."""
+        rows, epilogue = inputs.cache_rows(), InverseRopeQuant(positions, cos_sin, self.groups)
+        named: dict[str, Any] = {"sink": self.sink, "plan": self._plan(inputs)}
+        if self.backend is None and quantises_in_one_kernel(q, rows, epilogue=epilogue, **named):
+            return sparse_attention(q, rows, epilogue=epilogue, **named)
+        return inverse_rope_fp8_quant(
+            self._by_slots(q, inputs, None),
+            positions,
+            cos_sin,
+            n_groups=self.groups,
+            backend=self.backend,
+        )
 
     def _plan(self, inputs: AttentionInputs) -> Tensor | None:
         """Return the plan that layers of this kind share; None if a backend is named."""

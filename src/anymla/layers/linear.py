@@ -63,7 +63,8 @@ class PackedWeight:
         """Return the rows of some outputs, as a view.
 
         Raises:
-            ValueError: the part cuts through rows that share a scale, unless it lies within them.
+            ValueError: the part begins or ends amid rows that share a scale, and is not within one
+                such block.
         """
         step = self.block if self.kind == "fp8" else 1
         self._require_aligned("rows", part, len(self.weight), step)

@@ -26,19 +26,7 @@ def prefill_rows(
     compressed: GroupStep | None = None,
     ratio: int = 0,
 ) -> PrefillRows:
-    """Rows that the prefill requests of a step see.
-
-    Args:
-        step: the step; its decode requests come first and are left out.
-        seq_lens: lengths of all requests including the step's tokens, on the host.
-        window_group: metadata of the window cache in this step.
-        window: tokens that a query sees, itself included.
-        compressed: group of the layer's compressed cache, or None.
-        ratio: tokens of an entry.
-
-    Returns:
-        Tensors on the step's device. Nothing is read back from it.
-    """
+    """Return the rows that the prefill requests of a step see."""
     first = step.num_decodes
     stops, counts = list(seq_lens[first:]), step.query_lens[first:]
     first_token = sum(step.query_lens[:first])
@@ -71,7 +59,7 @@ def prefill_rows(
 
 
 def _slots(group: GroupStep, first: int, start: Tensor, size: Tensor, base: list[int]) -> Tensor:
-    """Slots of positions start .. start + size of each request, request after request."""
+    """Return slots of positions start .. start + size of each request, in the order of requests."""
     total = base[-1]
     request = torch.repeat_interleave(
         torch.arange(len(start), device=start.device), size, output_size=total

@@ -24,19 +24,7 @@ def request_rows(
     ratio: int = 0,
     entries: int = 0,
 ) -> RequestRows:
-    """Rows that a step's queries see, whatever the device; nothing is read back from it.
-
-    Args:
-        positions: int64 [T], position of each token in its request.
-        token_to_req: int32 [T], -1 for padding, which sees nothing.
-        stops: int32 [R], positions behind the last tokens; 0 for requests that are not there.
-        window_group: metadata of the window cache in this step.
-        window: tokens that a query sees, itself included.
-        queries: at least the tokens of any request, which are consecutive.
-        compressed: group of the layer's compressed cache, or None.
-        ratio: tokens of an entry.
-        entries: the most entries of a request; a token that sees more keeps the first ones.
-    """
+    """Return the rows that a step's queries see; nothing is read back from the device."""
     width = window + queries - 1
     requests = len(stops)
     held = stops.clamp(max=width)

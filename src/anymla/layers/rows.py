@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
+from anymla.ops.attention import CacheRows
 from anymla.ops.kv_cache import dequant_gather_slots, dequantize_and_gather_k_cache
 from anymla.ops.streams import scratch
 
@@ -39,6 +40,10 @@ class Rows:
 
     indices: Tensor
     lengths: Tensor
+
+    def in_cache(self, cache: Tensor, layout: str) -> CacheRows:
+        """Return the rows of a cache [P, B, row] in a layout, as attention takes them."""
+        return CacheRows(cache, layout, self.indices, self.lengths)
 
     def first(self, tokens: int) -> Rows:
         """Return the rows of the first ``tokens`` tokens."""

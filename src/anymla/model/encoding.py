@@ -123,8 +123,8 @@ class Encoding:
         calls: name of the element around tool calls.
         call: name of a call's element.
         parameter: name of a parameter's element.
-        marks_system: True if a system message begins with a token of its own and, anywhere but in
-            the first place, is a turn like a user's: an answer follows it.
+        marks_system: True if a system message begins with a token of its own. Anywhere but in the
+            first place it is then a turn like a user's, which an answer follows.
         effort_text: function from a reasoning effort to the text before a dialogue; raises
             ValueError.
     """

@@ -165,25 +165,28 @@ def require(condition: bool, operation: str, argument: str, expected: str, got: 
         raise ValueError(f"{operation}: {argument} must be {expected}, got {got}")
 
 
-def check_cos_sin(operation: str, table: object, like: Tensor, width: int) -> None:
+def check_cos_sin(
+    operation: str, table: object, like: Tensor, width: int, *, argument: str = "cos_sin_cache"
+) -> None:
     """Require that ``table`` is a rotary table that suits the tokens and heads of ``like``.
 
     Args:
         operation: name of the operation, for error messages.
-        table: value of ``cos_sin_cache``, [L, R] float32 or float64 with R even and 2 <= R <=
+        table: value of the argument, [L, R] float32 or float64 with R even and 2 <= R <=
             width; L may be 0 only if there are no tokens.
         like: first argument of the call, tokens first; the table must be on its device.
         width: number of channels of a head.
+        argument: name of the argument, for error messages.
     """
-    sizes = check(operation, cos_sin_cache=(table, "L R", FLOAT32_UP))
+    sizes = check(operation, dims=None, **{argument: (table, "L R", FLOAT32_UP)})
     if sizes["R"] % 2 or not 2 <= sizes["R"] <= width:
         expected = f"[L, R] with R even and 2 <= R <= D={width}"
-        require(False, operation, "cos_sin_cache", expected, list(sizes.values()))
+        require(False, operation, argument, expected, list(sizes.values()))
     if not sizes["L"] and len(like):
-        require(False, operation, "cos_sin_cache", "[L, R] with L >= 1", list(sizes.values()))
+        require(False, operation, argument, "[L, R] with L >= 1", list(sizes.values()))
     assert isinstance(table, Tensor)
     if table.device != like.device:
-        require(False, operation, "cos_sin_cache", f"on {like.device}", table.device)
+        require(False, operation, argument, f"on {like.device}", table.device)
 
 
 def overlaps(x: Tensor) -> bool:

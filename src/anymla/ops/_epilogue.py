@@ -8,15 +8,31 @@ in ``_triton_epilogue`` and ``_gluon_epilogue``, their arguments and checks are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._check import FLOATS, INT64, check, check_cos_sin, require
-from anymla.ops.registry import LazyFunction, signature_of_backends
+
+
+class InverseRopeQuant(NamedTuple):
+    """Epilogue of an attention: its heads are rotated back by position and quantised to FP8.
+
+    The result is ``inverse_rope_fp8_quant`` of the heads, which may be rounded to the query's dtype
+    in between, as separate calls do, or not at all.
+
+    Attributes:
+        positions: absolute positions of the queries, [T] int64.
+        cos_sin_cache: cosines then sines by position, [L, rotating channels] float32 or float64;
+            L is larger than every position.
+        n_groups: number G of groups of the output projection, a divisor of the number of heads.
+    """
+
+    positions: Tensor
+    cos_sin_cache: Tensor
+    n_groups: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +72,9 @@ class QuantizedOut:
     native: bool
 
     @classmethod
-    def allocate(cls, q: Tensor, positions: Tensor, table: Tensor, native: bool) -> QuantizedOut:
+    def allocate(cls, q: Tensor, epilogue: InverseRopeQuant, native: bool) -> QuantizedOut:
         """Allocate buffers for the heads and channels of ``q`` [T, H, D]."""
+        positions, table, _ = epilogue
         tokens, heads, channels = q.shape
         blocks = (tokens, heads, channels // FP8_BLOCK)
         return cls(
@@ -100,62 +117,40 @@ def epilogue_constants(to: QuantizedOut | None) -> dict[str, Any]:
     return {"ROPE_DIM": to.rope.dim, "TYPE": types[to.dtype], "NATIVE": to.native}
 
 
-def quantized_results(*, q: Tensor, n_groups: int, **_: object) -> tuple[Tensor, Tensor]:
-    """Allocate codes and scales, the results of an attention whose output is quantised."""
+def quantized_results(q: Tensor, epilogue: InverseRopeQuant) -> tuple[Tensor, Tensor]:
+    """Allocate codes and scales, the results of an attention of queries [T, H, D] with epilogue."""
     tokens, heads, dim = q.shape
-    width = heads // n_groups * dim
+    groups = epilogue.n_groups
+    width = heads // groups * dim
     return (
-        q.new_empty((tokens, n_groups, width), dtype=torch.float8_e4m3fn),
-        q.new_empty((tokens, n_groups, width // FP8_BLOCK), dtype=torch.float32),
+        q.new_empty((tokens, groups, width), dtype=torch.float8_e4m3fn),
+        q.new_empty((tokens, groups, width // FP8_BLOCK), dtype=torch.float32),
     )
 
 
-def check_quantized(
-    name: str, q: Tensor, positions: Tensor, cos_sin_cache: Tensor, groups: int
-) -> dict[str, int]:
-    """Check the arguments that quantised output adds to an attention; return sizes by letter."""
-    dims = check(
-        name,
-        q=(q, "T H D", FLOATS),
-        positions=(positions, "T", INT64),
-    )
-    check_cos_sin(name, cos_sin_cache, q, dims["D"])
+def check_epilogue(
+    name: str, q: Tensor, epilogue: InverseRopeQuant | None, **others: object
+) -> None:
+    """Check an attention's epilogue.
+
+    Args:
+        name: name of the operation, for error messages.
+        q: queries of the operation, [T, H, D].
+        epilogue: epilogue of the operation, or None.
+        **others: arguments that must be None with an epilogue, by name.
+    """
+    if epilogue is None:
+        return
+    if not isinstance(epilogue, InverseRopeQuant):
+        got = type(epilogue).__name__
+        raise TypeError(f"{name}: epilogue must be an InverseRopeQuant or None, got {got}")
+    for argument, value in others.items():
+        require(value is None, name, argument, "None with an epilogue", "a value")
+    positions, table, groups = epilogue
+    given: dict[str, tuple[object, str, torch.dtype]]
+    given = {"epilogue.positions": (positions, "T", INT64)}
+    dims = check(name, dims=None, q=(q, "T H D", FLOATS), **given)
+    check_cos_sin(name, table, q, dims["D"], argument="epilogue.cos_sin_cache")
     whole = groups > 0 and dims["H"] % groups == 0 and dims["D"] % FP8_BLOCK == 0
     expected = f"[T, H, D] with H a multiple of {groups} groups and D of {FP8_BLOCK}"
     require(whole, name, "q", expected, list(q.shape))
-    return dims
-
-
-# Module with each backend's ``inverse_rope_fp8_quant``.
-_QUANTIZE = {
-    "reference": "anymla.ops._reference",
-    "torch": "anymla.ops._torch_norm_rope",
-    "triton": "anymla.ops._triton_epilogue",
-}
-
-
-def composed(
-    contract: Callable[..., Any], attend: Callable[..., Any], backend: str
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Compose quantised attention of two operations: attend, then rotate back and quantise.
-
-    Args:
-        contract: contract to implement: ``attend``'s arguments, ``positions``, ``cos_sin_cache``,
-            ``n_groups``.
-        attend: operation whose first result, the heads, is quantised.
-        backend: name of the backend that runs both: "reference", "torch" or "triton".
-    """
-    quantize = LazyFunction(_QUANTIZE[backend], "inverse_rope_fp8_quant")
-    signature, of_attend = signature_of_backends(contract), signature_of_backends(attend)
-
-    def attend_then_quantize(*args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        given = signature.bind(*args, **keywords).arguments
-        positions, table = given.pop("positions"), given.pop("cos_sin_cache")
-        groups = given.pop("n_groups")
-        bound = of_attend.bind(**given)
-        out, _ = attend(*bound.args, **bound.kwargs, backend=backend)
-        codes, scales = quantize(out, positions, table, n_groups=groups)
-        return codes, scales
-
-    attend_then_quantize.__signature__ = signature  # type: ignore[attr-defined]
-    return attend_then_quantize

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from anymla.ops.device import Support, numba_problem
 
-# Most tokens of a call to a numba kernel. Tokens are processed one after the other, and each reads
-# the weight again: as long as there are few, from the core's own cache.
+# Largest number of tokens of a call to a numba kernel. Tokens are processed one after the other,
+# and each reads the weight again: as long as there are few, from the core's own cache.
 FEW_TOKENS = 4
 # Elements of a weight up to which one core is faster than several, and up to which the weight stays
 # in that core's cache for the next token.

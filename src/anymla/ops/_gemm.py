@@ -29,7 +29,8 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.ue8m0 import scale_exponent
 from anymla.ops import _host
 
-# Most decoded elements alive at a time: 8 MiB of bfloat16 or 16 MiB of float32 for any weight.
+# Largest number of decoded elements alive at a time: 8 MiB of bfloat16 or 16 MiB of float32 for any
+# weight.
 _DECODED_ELEMENTS = 1 << 22
 # ue8m0 bytes whose product with any e4m3 or e2m1 code is a normal bfloat16 number, or zero.
 EXACT_BYTES = (32, 240)
@@ -42,20 +43,7 @@ _FEW_BLOCKS = 32  # up to here scales are cheaper as Python numbers than as tens
 
 
 def gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight^T``, accumulated in float32 or wider and rounded once.
-
-    torch sends bfloat16 products on CPUs to oneDNN, whose set-up and packing cost more than a
-    single row is worth. torch's own matrix-vector product also accumulates in float32 and takes a
-    third of the time for 256 x 128 values, two thirds for 4096 x 256 (one AVX512-BF16 core). The
-    switch between them is global; another thread may only notice a difference in speed.
-
-    Args:
-        x: activations, [..., K] floating point.
-        weight: weight of x's dtype, [N, K].
-
-    Returns:
-        Products [..., N] of x's dtype.
-    """
+    """Compute ``x @ weight^T``, accumulated in float32 or wider and rounded once."""
     return gemv_each([(x, weight)])[0] if is_host_row(x) else functional.linear(x, weight)
 
 
@@ -84,20 +72,7 @@ def fp8_gemm(
     coded: QuantizedRows | None = None,
     block: int = FP8_BLOCK,
 ) -> Tensor:
-    """``x @ decoded^T`` of an e4m3 weight [N, K] with a scale for ``block`` x ``block`` values.
-
-    Args:
-        x: activations, [..., K] floating point.
-        weight: e4m3 codes of the weight, uint8 [N, K].
-        scale: scales of the weight's blocks, uint8 (ue8m0) or float32 [ceil(N/block),
-            ceil(K/block)].
-        quantize: True to round x to FP8 first.
-        coded: x already quantised in blocks of 128; the values of ``x`` are then ignored.
-        block: rows and columns of the weight, and channels of x, that share a scale.
-
-    Returns:
-        Products [..., N] of x's dtype.
-    """
+    """Compute ``x @ decoded^T`` of an e4m3 weight [N, K] with a scale per ``block`` x ``block``."""
     dtype = _operand_dtype(x, scale)
     if coded is not None:
         operand = coded.decoded(x[..., 0].numel()).view(x.shape).to(dtype)
@@ -114,7 +89,10 @@ def fp8_gemm(
 def mxfp4_gemm(
     x: Tensor, weight: Tensor, scale: Tensor, *, quantize: bool = False, block: int = FP8_BLOCK
 ) -> Tensor:
-    """``x @ decoded^T`` of packed e2m1 [N, K/2] with ue8m0 scales [N, K/32]; see ``fp8_gemm``."""
+    """Compute ``x @ decoded^T`` of packed e2m1 [N, K/2] with ue8m0 scales [N, K/32].
+
+    See ``fp8_gemm``.
+    """
     dtype = _operand_dtype(x, scale)
     operand = rounded_to_fp8(x, dtype, block) if quantize else x.to(dtype)
 
@@ -125,7 +103,7 @@ def mxfp4_gemm(
 
 
 def nvfp4_gemm(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """``x @ decoded^T`` of packed e2m1 [N, K/2] with e4m3 scales [N, K/16] and one float32 [1]."""
+    """Compute ``x @ decoded^T`` of packed e2m1 [N, K/2], e4m3 scales [N, K/16], one float32 [1]."""
     dtype = torch.promote_types(x.dtype, torch.float32)
 
     def decode(start: int, stop: int) -> Tensor:

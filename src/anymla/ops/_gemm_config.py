@@ -10,7 +10,7 @@ from anymla.ops.device import Target
 
 # Rows of activations above which a tile has 64 rows, and above which it has 128.
 _FEW_ROWS, _MANY_ROWS = 16, 512
-# Most stages of a pipeline whose steps were shortened to one quant block.
+# Largest number of stages of a pipeline whose steps were shortened to one quant block.
 _MOST_STAGES = 6
 # Shared memory needed for a third stage of the smallest tiles, and for tiles of 128 rows.
 _THREE_STAGES_BYTES, _LARGE_TILE_BYTES = 96 << 10, 160 << 10

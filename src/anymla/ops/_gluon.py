@@ -30,7 +30,7 @@ def field(x):
 
 @gluon.jit
 def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory as another type and shape."""
+    """View the same shared memory with another type and shape."""
     if _PUBLIC_VIEW:
         return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
@@ -39,7 +39,7 @@ def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr)
 
 @gluon.jit
 def warpgroup_barrier():
-    """Barrier of the warps of a partition, or of all warps where nothing is specialised."""
+    """Synchronise the warps of a partition, or all warps where nothing is specialised."""
     if _ONE_BARRIER:
         gl.barrier()
     else:

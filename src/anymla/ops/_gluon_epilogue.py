@@ -1,4 +1,4 @@
-"""Stores of Gluon attention kernels that rotate heads back and quantise them to FP8.
+"""Stores for Gluon attention kernels that rotate heads back and quantise them to FP8.
 
 The bytes equal those of ``inverse_rope_quantize_kernel`` run after attention: heads are rounded to
 the queries' dtype, their last channels rotate back by the angles of the query's position, and every
@@ -24,11 +24,11 @@ _TAIL_PAIRS = gl.constexpr(32)
 
 @gluon.jit
 def tail_order(position, GROUP: gl.constexpr):
-    """Channel of the tail (the rotated channels) that is stored at a position of it.
+    """Return the channel of the tail (the rotated channels) that is stored at a position of it.
 
-    Producers that read 16 bytes a lane leave its groups of eight channels in the order
-    0 4 1 5 2 6 3 7. Of packed pairs GROUP is 4. Contiguous and aligned in groups of GROUP, as the
-    compiler can see.
+    Producers that read 16 bytes per lane leave its groups of eight channels in the order 0 4 1 5 2
+    6 3 7. GROUP is 8 for channels and 4 for packed pairs. The compiler can see that the result is
+    contiguous and aligned in groups of GROUP.
     """
     group = position // GROUP
     return ((group % 2) * 4 + group // 2) * GROUP + position % GROUP
@@ -69,7 +69,7 @@ class Output:
 
 @gluon.jit
 def angles_of(to, token):
-    """Where the cosines of a token's position begin."""
+    """Return a pointer to the cosines of a token's position."""
     position = gl.load(to.positions + token)
     position = gl.minimum(gl.maximum(position, 0), to.angles - 1)
     return to.table + position * to.ROPE_DIM
@@ -77,7 +77,7 @@ def angles_of(to, token):
 
 @gluon.jit
 def prefetch_angles(to, token):
-    """The same, long before the angles are needed, which are then near."""
+    """Return ``angles_of`` a token and prefetch the angles, long before they are needed."""
     angles = angles_of(to, token)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     words = gl.arange(0, 128, layout=L) % to.ROPE_DIM
@@ -87,7 +87,7 @@ def prefetch_angles(to, token):
 
 @gluon.jit
 def rotate_back(a, b, angles, pair, rotates):
-    """Pairs of channels rotated back where ``rotates``; ``pair`` counts those that do."""
+    """Rotate pairs of channels back where ``rotates``; ``pair`` counts those that do."""
     cos = gl.load(angles + pair, mask=rotates, other=1.0)
     sin = gl.load(angles + (_TAIL_PAIRS + pair), mask=rotates, other=0.0)
     return a * cos + b * sin, b * cos - a * sin
@@ -95,7 +95,7 @@ def rotate_back(a, b, angles, pair, rotates):
 
 @gluon.jit
 def exponent_of(largest):
-    """The exponent of a quant block's scale."""
+    """Return the exponent of a quant block's scale."""
     ratio = gl.maximum(largest, _FLOOR) * (1.0 / 448.0)
     bits = ratio.to(gl.int32, bitcast=True)
     return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
@@ -103,20 +103,20 @@ def exponent_of(largest):
 
 @gluon.jit
 def power_of(exponent):
-    """2^exponent as float32, from -126 to 127."""
+    """Return 2^exponent as float32, for exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def codes_of(a, b, exponent):
-    """Two codes each, a's in the low byte of int32."""
+    """Quantise a and b to two codes per int32, a's in the low byte."""
     inverse = power_of(gl.where(exponent > 126, -126, -exponent))
     return cvt_e4m3x2_f32(a * inverse, b * inverse)
 
 
 @gluon.jit
 def _stored_pair(pair):
-    """Pair of channels of the last quant block that is stored at a place of it."""
+    """Return the pair of channels that is stored at a place of the last quant block."""
     tail = pair >= _PAIRS - _TAIL_PAIRS
     order = _PAIRS - _TAIL_PAIRS + tail_order(pair - (_PAIRS - _TAIL_PAIRS), 4)
     return gl.where(tail, order, pair)
@@ -126,9 +126,9 @@ def _stored_pair(pair):
 def _blocks(
     y, to, token, ROWS: gl.constexpr, PART: gl.constexpr, ORDERED: gl.constexpr = True
 ):  # fmt: skip
-    """Both quant blocks of half a head: codes [ROWS, 2, 64], in pairs, and exponents [ROWS, 2].
+    """Quantise both quant blocks of half a head to codes [ROWS, 2, 64] and exponents [ROWS, 2].
 
-    ORDERED: the tail is in ``tail_order``.
+    Codes are in pairs. ORDERED is True if the tail is in ``tail_order``.
     """
     y = y.to(to.TYPE).to(gl.float32)
     a, b = gl.split(gl.reshape(y, [ROWS, 2, _PAIRS, 2]))
@@ -160,9 +160,9 @@ def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constex
 def store_quantized_rows(
     x, to, token, H, head, ROWS: gl.constexpr, PART: gl.constexpr, ORDERED: gl.constexpr = True
 ):
-    """Store half the channels of heads from ``head`` on, eight to a thread: [ROWS, 256].
+    """Store half the channels of heads from ``head`` on, [ROWS, 256], eight channels to a thread.
 
-    ORDERED: the tail is in ``tail_order``.
+    ORDERED is True if the tail is in ``tail_order``.
     """
     codes, exponent = _blocks(x, to, token, ROWS, PART, ORDERED)
     row = token.to(gl.int64) * H + head
@@ -184,7 +184,7 @@ def store_quantized_rows(
 @gluon.jit
 def _store_quantized_half(y, to, token, H, head, PART: gl.constexpr, WHOLE: gl.constexpr):
     codes, exponent = _blocks(y, to, token, 64, PART, False)
-    # 16 bytes a lane: four lanes exchange what they have of a row's 32 pairs.
+    # Store 16 bytes per lane: four lanes exchange their shares of a row's 32 pairs.
     WIDE: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -211,11 +211,11 @@ def store_quantized_sums(y, to, token, H, head, WHOLE: gl.constexpr):
 
     Args:
         y: [64, 512], of which four warps have every other quant block; channels in their own order.
-        to: see ``Output``.
-        token: of which token.
-        H: heads.
-        head: the first of the 64.
-        WHOLE: all 64 are there.
+        to: destination of the heads, an ``Output``.
+        token: index of the token.
+        H: number of heads.
+        head: index of the first of the 64 heads.
+        WHOLE: True if all 64 heads exist.
     """
     left, right = gl.split(gl.permute(gl.reshape(y, [64, 2, CHANNELS // 2]), (0, 2, 1)))
     _store_quantized_half(left, to, token, H, head, 0, WHOLE)
@@ -229,15 +229,15 @@ def store_quantized_block(
     """Store a quant block of 64 heads, given as two tiles [64, 64].
 
     Args:
-        low: the first 64 channels.
-        high: the others.
-        to: see ``Output``.
-        angles: of the token; see ``angles_of``.
-        row: of the first head among all heads of all tokens, as int64.
-        there: whether there is a head, [64].
-        quarter: which quant block.
-        TAIL: it may be the last.
-        ORDERED: the tail, which is the last tile, is in ``tail_order``.
+        low: first 64 channels of the block.
+        high: last 64 channels of the block.
+        to: destination of the heads, an ``Output``.
+        angles: pointer to the token's angles from ``angles_of``.
+        row: index of the first head among all heads of all tokens, int64.
+        there: bool [64], True where a head exists.
+        quarter: index of the quant block in a head.
+        TAIL: True if it may be the last quant block.
+        ORDERED: True if the tail, which is the last tile, is in ``tail_order``.
     """
     a, b = gl.split(gl.reshape(low.to(to.TYPE).to(gl.float32), [64, _PAIRS // 2, 2]))
     c, d = gl.split(gl.reshape(high.to(to.TYPE).to(gl.float32), [64, _PAIRS // 2, 2]))
@@ -251,7 +251,7 @@ def store_quantized_block(
         e, f = rotate_back(c, d, angles, beyond, (beyond >= 0) & last)
         c = gl.where(last, e, c)
         d = gl.where(last, f, d)
-        # As if rotated by nothing: a zero's sign may be lost.
+        # Do as a rotation by no angle does, which may lose a zero's sign.
         e, f = a + b * 0.0, b - a * 0.0
         a = gl.where(last, e, a)
         b = gl.where(last, f, b)
@@ -276,15 +276,15 @@ def store_quantized_chunks(
     """Store half the channels of heads ``head`` .. ``head`` + 63 of a token from shared memory.
 
     Args:
-        chunks: [.., 64, 64] of ``to.TYPE``.
-        first: the first of four chunks, 64 channels each.
-        to: see ``Output``.
-        angles: of the token, if PART is 1.
-        token: of which token.
-        head: the first of the heads.
-        H: heads.
+        chunks: shared memory [.., 64, 64] of ``to.TYPE``.
+        first: index of the first of four chunks, 64 channels each.
+        to: destination of the heads, an ``Output``.
+        angles: pointer to the token's angles; used if PART is 1.
+        token: index of the token.
+        head: index of the first of the heads.
+        H: number of heads.
         PART: 0 for channels 0 .. 255, 1 for the others.
-        ORDERED: the tail is in ``tail_order``.
+        ORDERED: True if the tail is in ``tail_order``.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = token.to(gl.int64) * H + head

@@ -72,11 +72,12 @@ __all__ = [
 
 @gluon.jit
 def opaque(x):
-    """``mov.u32``: an int32 whose value the compiler does not know.
+    """Copy an int32 by ``mov.u32`` so that the compiler does not know its value.
 
-    What follows from it is computed in place. Otherwise offsets and predicates that are the same
-    for all work tiles are computed once and kept, for which registers do not suffice; and what is
-    spilled has left the L1 cache, through which all rows go, by the time it is needed.
+    The compiler then computes values derived from it in place. Otherwise offsets and predicates
+    that are the same for all work tiles are computed once and kept, for which registers do not
+    suffice; and spilled values have left the L1 cache, through which all rows go, by the time they
+    are needed.
     """
     return gl.inline_asm_elementwise(
         "mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
@@ -85,7 +86,7 @@ def opaque(x):
 
 @gluon.jit
 def laneid(like):
-    """``%laneid``: each thread's lane in its warp, laid out as ``like``."""
+    """Return each thread's lane in its warp (``%laneid``), laid out as ``like``."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %laneid;",
         "=r,r", [gl.zeros_like(like).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
@@ -94,7 +95,7 @@ def laneid(like):
 
 @gluon.jit
 def nanosleep(nanoseconds):
-    """``nanosleep.u32``: suspend each thread for about so many nanoseconds, at most 2 million."""
+    """Suspend each thread for about ``nanoseconds``, at most 2 million, by ``nanosleep.u32``."""
     gl.inline_asm_elementwise(
         "nanosleep.u32 $1; mov.u32 $0, 0;",
         "=r,r",
@@ -107,7 +108,7 @@ def nanosleep(nanoseconds):
 
 @gluon.jit
 def bar_warp_sync():
-    """``bar.warp.sync``: barrier of the threads of a warp."""
+    """Synchronise the threads of a warp by ``bar.warp.sync``."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
@@ -116,7 +117,7 @@ def bar_warp_sync():
 
 @gluon.jit
 def bar_warp_sync_after(threads):
-    """``bar.warp.sync`` with an int32 of each thread as operand, which it does not read."""
+    """Synchronise a warp by ``bar.warp.sync`` with an operand per thread, which it ignores."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r,r", [threads],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -134,16 +135,16 @@ def _griddepcontrol(ASM: gl.constexpr, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def gdc_launch_dependents(WARPGROUP: gl.constexpr = False):
-    """``griddepcontrol.launch_dependents``: the next kernel may be launched; see ``gdc_wait``."""
+    """Permit the next kernel's launch by ``griddepcontrol.launch_dependents``; see ``gdc_wait``."""
     _griddepcontrol("griddepcontrol.launch_dependents; mov.b32 $0, 0;", WARPGROUP)
 
 
 @gluon.jit
 def gdc_wait(WARPGROUP: gl.constexpr = False):
-    """``griddepcontrol.wait``: wait until all kernels before have ended and their stores are seen.
+    """Wait by ``griddepcontrol.wait`` until all earlier kernels' stores are seen.
 
-    WARPGROUP: with the numbers of 128 threads as an operand, which only moves what the compiler
-    does around it: a decode kernel spills 60 registers so, and 64 without.
+    WARPGROUP passes the numbers of 128 threads as an operand. This only changes where the compiler
+    places surrounding code: a decode kernel spills 60 registers with it, and 64 without.
     """
     _griddepcontrol("griddepcontrol.wait; mov.b32 $0, 0;", WARPGROUP)
 
@@ -161,9 +162,10 @@ def _init_text(count):
 
 @gluon.jit
 def mbarrier_init(address, count):
-    """``mbarrier.init`` by the first thread; a barrier of all threads makes it visible.
+    """Initialise an mbarrier by the first thread; a barrier of all threads makes it visible.
 
-    address: of the mbarrier, in shared memory; count: arrivals that end a phase, in a register.
+    ``address`` is that of the mbarrier in shared memory, and ``count`` the arrivals that end a
+    phase, in a register.
     """
     TEXT: gl.constexpr = _init_text("$2")
     gl.inline_asm_elementwise(
@@ -173,17 +175,17 @@ def mbarrier_init(address, count):
 
 @gluon.jit
 def mbarrier_init_4(address):
-    """``mbarrier_init`` for four arrivals, an immediate."""
+    """Initialise an mbarrier for four arrivals, an immediate, as ``mbarrier_init`` does."""
     TEXT: gl.constexpr = _init_text("4")
     gl.inline_asm_elementwise(TEXT, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def mbarrier_wait(address, number, parity):
-    """``mbarrier.try_wait.parity`` until the phase of a parity is over.
+    """Wait by ``mbarrier.try_wait.parity`` until the phase of a parity is over.
 
-    address: of the first of several mbarriers, in shared memory; number: the place of this one
-    among them; parity: 0 or 1.
+    ``address`` is that of the first of several mbarriers in shared memory, ``number`` the index of
+    this one among them, and ``parity`` 0 or 1.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2;"
@@ -194,9 +196,10 @@ def mbarrier_wait(address, number, parity):
 
 @gluon.jit
 def mbarrier_wait_if_negative(address, x):
-    """``mbarrier.try_wait.parity`` until the phase of parity 1 is over, in threads whose x < 0.
+    """Wait until the phase of parity 1 is over by ``mbarrier.try_wait.parity``, where x < 0.
 
-    For an x that is never negative, which the compiler does not know: it moves nothing across.
+    Callers pass an x that is never negative. The compiler does not know that, and moves nothing
+    across.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ge.s32 p, $2, 0; @p bra ON;"
@@ -208,7 +211,7 @@ def mbarrier_wait_if_negative(address, x):
 
 @gluon.jit
 def mbarrier_arrive_warp(address):
-    """``bar.warp.sync``, then one ``mbarrier.arrive`` by the warp's first lane."""
+    """Synchronise a warp, then let its first lane arrive by ``mbarrier.arrive``."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 l; bar.warp.sync 0xffffffff; mov.u32 l, %laneid;"
         " setp.eq.u32 p, l, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
@@ -218,7 +221,7 @@ def mbarrier_arrive_warp(address):
 
 @gluon.jit
 def mbarrier_arrive_after_read(address, x, lane):
-    """``mbarrier.arrive`` by threads whose ``lane`` is 0; returns x, a float32 that was read.
+    """Arrive by ``mbarrier.arrive`` in threads whose ``lane`` is 0; return x, a float32 just read.
 
     As x passes through, the arrival comes after the load of x and before its use.
     """
@@ -239,14 +242,14 @@ def _shared_text(name, size, alignment):
 
 @gluon.jit
 def shared_array(NAME: gl.constexpr, SIZE: gl.constexpr, ALIGNMENT: gl.constexpr):
-    """Address of ``.shared .align ALIGNMENT .b8 NAME[SIZE]``, beside what the compiler manages."""
+    """Return the address of ``.shared .align ALIGNMENT .b8 NAME[SIZE]``, the kernel's own array."""
     TEXT: gl.constexpr = _shared_text(NAME, SIZE, ALIGNMENT)
     return gl.inline_asm_elementwise(TEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def ld_shared_b32(address):
-    """``ld.shared.b32``: an int32."""
+    """Load an int32 by ``ld.shared.b32``."""
     return gl.inline_asm_elementwise(
         "ld.shared.b32 $0, [$1];", "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -254,7 +257,7 @@ def ld_shared_b32(address):
 
 @gluon.jit
 def ld_shared_f32_b32(address):
-    """``ld.shared.v2.b32``: a float32 and an int32 behind it."""
+    """Load a float32 and an int32 behind it by ``ld.shared.v2.b32``."""
     return gl.inline_asm_elementwise(
         "ld.shared.v2.b32 {$0, $1}, [$2];", "=f,=r,r", [address],
         dtype=(gl.float32, gl.int32), is_pure=False, pack=1,
@@ -263,7 +266,7 @@ def ld_shared_f32_b32(address):
 
 @gluon.jit
 def ld_shared_v4_b32(address):
-    """``ld.shared.v4.b32``: four int32."""
+    """Load four int32 by ``ld.shared.v4.b32``."""
     return gl.inline_asm_elementwise(
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [address],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
@@ -272,7 +275,7 @@ def ld_shared_v4_b32(address):
 
 @gluon.jit
 def ld_shared_v4_f32(address):
-    """``ld.shared.v4.f32``: four float32."""
+    """Load four float32 by ``ld.shared.v4.f32``."""
     return gl.inline_asm_elementwise(
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [address],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
@@ -281,7 +284,7 @@ def ld_shared_v4_f32(address):
 
 @gluon.jit
 def st_shared_f32(address, x):
-    """``st.shared.f32``: store a float32."""
+    """Store a float32 by ``st.shared.f32``."""
     gl.inline_asm_elementwise(
         "st.shared.f32 [$1], $2; mov.b32 $0, 0;",
         "=r,r,f", [address, x], dtype=gl.int32, is_pure=False, pack=1,
@@ -290,7 +293,7 @@ def st_shared_f32(address, x):
 
 @gluon.jit
 def st_shared_b32_if(address, x, there):
-    """``st.shared.b32``: store an int32 where ``there``."""
+    """Store an int32 by ``st.shared.b32`` where ``there``."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }",
         "=r,r,r,r", [address, x, there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
@@ -299,7 +302,7 @@ def st_shared_b32_if(address, x, there):
 
 @gluon.jit
 def st_shared_v4_if(address, x, y, z, there):
-    """``st.shared.v4.b32``: store three int32 and a 1 behind them where ``there``."""
+    """Store three int32 and a 1 behind them by ``st.shared.v4.b32`` where ``there``."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5};"
         " mov.b32 $0, 0; }",
@@ -310,7 +313,7 @@ def st_shared_v4_if(address, x, y, z, there):
 
 @gluon.jit
 def st_shared_v4_zero(address):
-    """``st.shared.v4.b32``: store four zeros."""
+    """Store four zeros by ``st.shared.v4.b32``."""
     gl.inline_asm_elementwise(
         "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$1], {z, z, z, z}; mov.b32 $0, z; }",
         "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1,
@@ -319,7 +322,7 @@ def st_shared_v4_zero(address):
 
 @gluon.jit
 def red_shared_add_1(address):
-    """``red.shared.add.u32``: increment a counter."""
+    """Increment a counter by ``red.shared.add.u32``."""
     gl.inline_asm_elementwise(
         "red.shared.add.u32 [$1], 1; mov.b32 $0, 0;",
         "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1,
@@ -328,7 +331,7 @@ def red_shared_add_1(address):
 
 @gluon.constexpr_function
 def _append_text(each):
-    """Text and constraints of ``atom_shared_append_if_equal``."""
+    """Return text and constraints of ``atom_shared_append_if_equal``."""
     at, number, wanted, x, entry = (
         [f"${(1 + n) * each + i}" for i in range(each)] for n in range(5)
     )
@@ -349,16 +352,16 @@ def _append_text(each):
 
 @gluon.jit
 def atom_shared_append_if_equal(address, number, wanted, x, entry, EACH: gl.constexpr):
-    """``atom.shared.add``: append (x, entry) to a list where ``number`` is ``wanted``.
+    """Append (x, entry) to a list by ``atom.shared.add`` where ``number`` is ``wanted``.
 
     Args:
-        address: of the list: a counter, 12 bytes unused, then 128 pairs. The counter counts pairs
-            beyond 128 too, which are not stored.
+        address: address of the list: a counter, 12 bytes unused, then 128 pairs. The counter also
+            counts pairs beyond 128, which are not stored.
         number: int32 of each element, in any layout with EACH neighbours in a thread.
         wanted: int32 to compare with.
-        x: float32 to append.
-        entry: int32 to append.
-        EACH: elements of a thread.
+        x: float32 to append with its entry.
+        entry: int32 to append with its x.
+        EACH: elements per thread.
     """
     TEXT: gl.constexpr = _append_text(EACH)
     gl.inline_asm_elementwise(
@@ -369,7 +372,7 @@ def atom_shared_append_if_equal(address, number, wanted, x, entry, EACH: gl.cons
 
 @gluon.constexpr_function
 def _in_order_text(each):
-    """Text and constraints of ``st_shared_in_order_if_reached``."""
+    """Return text and constraints of ``st_shared_in_order_if_reached``."""
     lines = ["{ .reg .pred p; .reg .b32 a;", f"mov.b32 a, ${each};"]
     for i in range(each):
         x, entry, limit = (f"${(2 + n) * each + i}" for n in range(3))
@@ -383,14 +386,14 @@ def _in_order_text(each):
 
 @gluon.jit
 def st_shared_in_order_if_reached(address, x, entry, limit, EACH: gl.constexpr):
-    """``st.shared.b32``: store a thread's entries whose x reaches ``limit``, one behind the other.
+    """Store a thread's entries whose x reaches ``limit`` by ``st.shared.b32``, back to back.
 
     Args:
-        address: of a thread's first entry.
+        address: shared-memory address of a thread's first entry.
         x: float32, EACH neighbours in a thread.
-        entry: int32 to store.
+        entry: int32 of each x to store.
         limit: float32 that an x must reach.
-        EACH: elements of a thread.
+        EACH: elements per thread.
     """
     TEXT: gl.constexpr = _in_order_text(EACH)
     gl.inline_asm_elementwise(
@@ -414,7 +417,7 @@ _SCAN_ADD = gl.constexpr(
 
 @gluon.constexpr_function
 def _max_text(before, reduced, behind):
-    """Text that makes numbers in the order of floats of a and b, or floats of them again."""
+    """Return text that maps a and b from float to ordered integer, or back."""
     text = before
     for x in ("a", "b"):
         text += f"shr.s32 s, {x}, 31; and.b32 s, s, 0x7fffffff; xor.b32 {x}, {x}, s; "
@@ -425,10 +428,10 @@ def _max_text(before, reduced, behind):
 
 @gluon.jit
 def redux_max_st_shared_f32x2(address, a, b):
-    """``redux.sync.max``: store a warp's largest a and largest b; NaN counts as the largest.
+    """Store a warp's largest a and largest b by ``redux.sync.max``; NaN counts as the largest.
 
-    address: of the warp's place, two float32; they are stored as int32 in the order of floats,
-    which ``ld_shared_max_f32x2`` reads.
+    ``address`` is that of the warp's two words. They hold int32 in the order of floats, which
+    ``ld_shared_max_f32x2`` reads.
     """
     TEXT: gl.constexpr = _max_text(
         "{ .reg .pred p; .reg .b32 l, a, b, s; mov.u32 l, %laneid; setp.eq.u32 p, l, 0;"
@@ -443,9 +446,9 @@ def redux_max_st_shared_f32x2(address, a, b):
 
 @gluon.jit
 def ld_shared_max_f32x2(address, last):
-    """``redux.sync.max``: the largest pairs of what warps 0 .. ``last`` have stored side by side.
+    """Return the largest of the pairs that warps 0 .. ``last`` stored, by ``redux.sync.max``.
 
-    address: of the first warp's place; see ``redux_max_st_shared_f32x2``.
+    ``address`` is that of the first warp's words; see ``redux_max_st_shared_f32x2``.
     """
     FIRST: gl.constexpr = (
         "{ .reg .b32 l, a, b, s; mov.u32 l, %laneid; min.u32 l, l, $3; shl.b32 l, l, 3;"
@@ -460,7 +463,7 @@ def ld_shared_max_f32x2(address, last):
 
 @gluon.jit
 def redux_add_st_shared(address, x):
-    """``redux.sync.add``: a warp's sum of x, which is also stored in the warp's place."""
+    """Sum x over a warp by ``redux.sync.add``; return the sum and store it in the warp's place."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0;"
         " redux.sync.add.s32 $0, $2, 0xffffffff; @p st.shared.b32 [$1], $0; }",
@@ -470,7 +473,7 @@ def redux_add_st_shared(address, x):
 
 @gluon.jit
 def scan_add_st_shared(address, x):
-    """``shfl.sync.up``: the sum of x in lanes below; a warp's sum is stored in the warp's place."""
+    """Return the sum of x in lower lanes by ``shfl.sync.up``, and store the warp's whole sum."""
     TEXT: gl.constexpr = (
         "{ .reg .pred p, q; .reg .b32 i, r; mov.b32 i, $2; "
         + _SCAN_ADD
@@ -484,7 +487,7 @@ def scan_add_st_shared(address, x):
 
 @gluon.jit
 def ld_shared_sum_before(address, warp):
-    """``redux.sync.add``: the sum of the int32 that warps below ``warp`` have stored."""
+    """Sum the int32 that warps below ``warp`` have stored by ``redux.sync.add``."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 l, a; mov.u32 l, %laneid; setp.lt.u32 p, l, $2; mov.b32 a, 0;"
         " shl.b32 l, l, 2; add.u32 l, l, $1; @p ld.shared.b32 a, [l];"
@@ -495,19 +498,19 @@ def ld_shared_sum_before(address, warp):
 
 @gluon.jit
 def st_shared_crossing(address, before, own, d, c, b, a, wanted, number):
-    """Store (number, count before it, 0, 1) where counts, in order of threads, reach ``wanted``.
+    """Store where counts, added in the order of threads, reach ``wanted``; nothing if they do not.
 
-    Nothing is stored if they do not.
+    The four int32 stored are the number, the count before it, 0 and 1.
 
     Args:
-        address: of four int32.
-        before: count of the warps before this one.
-        own: count of this warp.
-        d: a thread's first count, the one of ``number``.
-        c: its next, the one of number - 1.
-        b: its third, the one of number - 2.
-        a: its last, the one of number - 3.
-        wanted: the sum to reach, at least 1.
+        address: shared-memory address of the four int32.
+        before: sum of the counts of all warps before this one.
+        own: sum of this warp's counts.
+        d: first count of a thread, the one of ``number``.
+        c: second count of a thread, the one of number - 1.
+        b: third count of a thread, the one of number - 2.
+        a: last count of a thread, the one of number - 3.
+        wanted: sum to reach, at least 1.
         number: int32 of each thread.
     """
     TEXT: gl.constexpr = (
@@ -534,7 +537,7 @@ def st_shared_crossing(address, before, own, d, c, b, a, wanted, number):
 
 @gluon.constexpr_function
 def _load_text(unordered, immediate):
-    """Text of ``ld_global_v4_if``."""
+    """Return the text of ``ld_global_v4_if``."""
     policy = "createpolicy.fractional.L2::evict_first.b64 p, 1.0;"
     if immediate:  # createpolicy's result as a constant, since it takes five instructions each time
         policy = "mov.b64 p, 0x12F0000000000000;"
@@ -551,15 +554,16 @@ def _load_text(unordered, immediate):
 def ld_global_v4_if(
     address, there, UNORDERED: gl.constexpr = True, IMMEDIATE_POLICY: gl.constexpr = False
 ):
-    """``ld.global.v4.u32``: four int32 at each address where ``there``, zeros elsewhere.
+    """Load four int32 at each address by ``ld.global.v4.u32`` where ``there``, zeros elsewhere.
 
     The 16 bytes are kept in L1 and are the first to leave L2.
 
     Args:
-        address: int64, a multiple of 16.
+        address: int64 address, a multiple of 16.
         there: int32, zero where nothing is read.
-        UNORDERED: the load is ``.nc``, which compilers move across barriers.
-        IMMEDIATE_POLICY: the cache policy is an immediate; ``createpolicy`` makes it otherwise.
+        UNORDERED: True to load by ``.nc``, which compilers move across barriers.
+        IMMEDIATE_POLICY: True to pass the cache policy as an immediate instead of by
+            ``createpolicy``.
     """
     TEXT: gl.constexpr = _load_text(UNORDERED, IMMEDIATE_POLICY)
     return gl.inline_asm_elementwise(
@@ -570,7 +574,7 @@ def ld_global_v4_if(
 
 @gluon.jit
 def prefetch_global_l1(address):
-    """``prefetch.global.L1``: prefetch the line of each address."""
+    """Prefetch the line of each address by ``prefetch.global.L1``."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [address],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -579,7 +583,7 @@ def prefetch_global_l1(address):
 
 @gluon.jit
 def prefetch_global_l2(address):
-    """``prefetch.global.L2``: prefetch the line of each address."""
+    """Prefetch the line of each address by ``prefetch.global.L2``."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -588,9 +592,9 @@ def prefetch_global_l2(address):
 
 @gluon.jit
 def prefetch_global_l2_row_if(address, there, other, other_there):
-    """``prefetch.global.L2`` of ``address`` and 256 bytes behind it, and of ``other``.
+    """Prefetch ``address``, 256 bytes behind it, and ``other`` by ``prefetch.global.L2``.
 
-    there, other_there: int32, zero where nothing is prefetched.
+    ``there`` and ``other_there`` are int32, zero where nothing is prefetched.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; "
@@ -603,7 +607,7 @@ def prefetch_global_l2_row_if(address, there, other, other_there):
 
 @gluon.jit
 def prefetch_global_l2_codes_if(address, there, more, other, other_there):
-    """``prefetch_global_l2_row_if`` with a condition of its own, ``more``, 256 bytes behind."""
+    """Do ``prefetch_global_l2_row_if`` with a separate condition, ``more``, 256 bytes behind."""
     gl.inline_asm_elementwise(
         "{ .reg .pred q; setp.ne.s32 q, $2, 0; @q prefetch.global.L2 [$1]; "
         "setp.ne.s32 q, $3, 0; @q prefetch.global.L2 [$1 + 256]; "
@@ -615,7 +619,10 @@ def prefetch_global_l2_codes_if(address, there, more, other, other_there):
 
 @gluon.jit
 def cp_async_bulk_prefetch_l2(address, size):
-    """``cp.async.bulk.prefetch.L2`` of ``size`` bytes, a multiple of 16, by the first thread."""
+    """Prefetch ``size`` bytes, a multiple of 16, by ``cp.async.bulk.prefetch.L2``.
+
+    The first thread issues the instruction.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
@@ -625,7 +632,7 @@ def cp_async_bulk_prefetch_l2(address, size):
 
 @gluon.jit
 def cp_async_bulk_wait_group_0():
-    """``cp.async.bulk.wait_group 0``: wait until the stores by TMA of 128 threads have arrived."""
+    """Wait until the TMA stores of 128 threads are complete by ``cp.async.bulk.wait_group 0``."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r",
         [gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))],
@@ -638,7 +645,7 @@ def cp_async_bulk_wait_group_0():
 
 @gluon.jit
 def prmt_b32(a, b, selector):
-    """``prmt.b32``: four bytes of a (0 .. 3) and b (4 .. 7), one to a nibble of ``selector``."""
+    """Select four bytes of a (0 .. 3) and b (4 .. 7) by ``prmt.b32``, one per selector nibble."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector],
         dtype=gl.int32, is_pure=True, pack=1,
@@ -647,7 +654,7 @@ def prmt_b32(a, b, selector):
 
 @gluon.jit
 def mul_f16x2(a, b):
-    """``mul.rn.f16x2``: products of two packed float16 each."""
+    """Multiply two packed float16 each by ``mul.rn.f16x2``."""
     return gl.inline_asm_elementwise(
         "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -655,7 +662,7 @@ def mul_f16x2(a, b):
 
 @gluon.jit
 def fma_f16x2_zero(x):
-    """``fma.rn.f16x2`` of x times 0 plus x: an infinite float16 of the pair becomes NaN."""
+    """Compute x times 0 plus x by ``fma.rn.f16x2``, which turns an infinite float16 into NaN."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 z; mov.b32 z, 0; fma.rn.f16x2 $0, $1, z, $1; }",
         "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1,
@@ -664,7 +671,7 @@ def fma_f16x2_zero(x):
 
 @gluon.jit
 def cvt_f16x2_f32(x):
-    """``cvt.rn.f16x2.f32``: float32, or its bits, as two equal packed float16."""
+    """Convert float32, or its bits, to two equal packed float16 by ``cvt.rn.f16x2.f32``."""
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -672,7 +679,7 @@ def cvt_f16x2_f32(x):
 
 @gluon.jit
 def cvt_f16x2_bf16x2(packed):
-    """Two packed bfloat16 as two packed float16."""
+    """Convert two packed bfloat16 to two packed float16."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;"
         " cvt.rn.f16x2.f32 $0, b, a; }",
@@ -682,7 +689,7 @@ def cvt_f16x2_bf16x2(packed):
 
 @gluon.jit
 def mov_bf16_bf16x2(packed):
-    """``mov.b32 {low, high}``: two packed bfloat16 as two tensors."""
+    """Unpack two packed bfloat16 to two tensors by ``mov.b32 {low, high}``."""
     return gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.bfloat16, gl.bfloat16),
         is_pure=True, pack=1,
@@ -691,7 +698,7 @@ def mov_bf16_bf16x2(packed):
 
 @gluon.jit
 def cvt_e4m3x2_f32(a, b):
-    """``cvt.rn.satfinite.e4m3x2.f32``: two e4m3 codes, a's in the low byte of int32.
+    """Convert to two e4m3 codes by ``cvt.rn.satfinite.e4m3x2.f32``, a's in the low byte of int32.
 
     Values beyond 448 saturate, and NaN becomes 0x7F.
     """
@@ -703,7 +710,10 @@ def cvt_e4m3x2_f32(a, b):
 
 @gluon.jit
 def cvt_f16_e4m3x4(packed):
-    """``cvt.rn.f16x2.e4m3x2``: four e4m3 codes of each int32 as four float16, low byte first."""
+    """Convert four e4m3 codes of each int32 to four float16, low byte first.
+
+    The instruction is ``cvt.rn.f16x2.e4m3x2``.
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .b16 l, h; .reg .b32 u, v; mov.b32 {l, h}, $4;"
         " cvt.rn.f16x2.e4m3x2 u, l; cvt.rn.f16x2.e4m3x2 v, h;"
@@ -715,7 +725,10 @@ def cvt_f16_e4m3x4(packed):
 
 @gluon.jit
 def cvt_f16x2_e4m3x4_mul(codes, factor):
-    """``cvt.rn.f16x2.e4m3x2``: four e4m3 codes times a pair of float16, as two pairs of float16."""
+    """Convert four e4m3 codes to two pairs of float16, times the pair ``factor``.
+
+    The conversion is ``cvt.rn.f16x2.e4m3x2``.
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; "
         "cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
@@ -726,9 +739,10 @@ def cvt_f16x2_e4m3x4_mul(codes, factor):
 
 @gluon.jit
 def cvt_f16x2_e4m3x2_prmt(low, high, selector):
-    """Two of the eight e4m3 codes of two int32, each as a pair of equal float16.
+    """Convert two of the eight e4m3 codes of two int32, each to a pair of equal float16.
 
-    selector: of ``prmt.b32``; its lower half chooses the first pair, the upper half the second.
+    ``selector`` is that of ``prmt.b32``; its lower half chooses the first pair, its upper half the
+    second.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, $3, $4; mov.b32 {l, h}, t; "
@@ -740,10 +754,10 @@ def cvt_f16x2_e4m3x2_prmt(low, high, selector):
 
 @gluon.jit
 def cvt_f16x2_e2m1x8_mul(codes, factor):
-    """Eight e2m1 codes of each int32 times 2^7 and two packed float16, as four pairs of float16.
+    """Convert eight e2m1 codes of each int32 to four pairs of float16, times 2^7 and ``factor``.
 
-    Upper bytes of magnitudes come from a table (their lower bytes are zeros), four at a time, signs
-    of four codes from the upper halves of bytes.
+    ``factor`` is two packed float16. The upper bytes of magnitudes come from a table, four at a
+    time (their lower bytes are zeros), and the signs of four codes from the upper halves of bytes.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a, b, m, s, t; "
@@ -763,9 +777,10 @@ def cvt_f16x2_e2m1x8_mul(codes, factor):
 
 @gluon.jit
 def cvt_e4m3x8_e2m1x8_table(codes, low, high):
-    """Eight e2m1 codes of each int32 as e4m3: those of even places, those of odd places.
+    """Convert eight e2m1 codes of each int32 to e4m3: those of even places, those of odd places.
 
-    low, high: e4m3 codes of magnitudes 0 .. 3 and 4 .. 7, a byte each, without signs.
+    ``low`` and ``high`` are the e4m3 codes of magnitudes 0 .. 3 and 4 .. 7, a byte each, without
+    signs.
     """
     return gl.inline_asm_elementwise(
         """{ .reg .b32 m, a, b, c, d, s, t;
@@ -789,7 +804,7 @@ def cvt_e4m3x8_e2m1x8_table(codes, low, high):
 
 @gluon.constexpr_function
 def _mask_text(each):
-    """Text and constraints of ``mask_from``."""
+    """Return text and constraints of ``mask_from``."""
     lines = ["{ .reg .pred h;"] + [f"mov.b32 ${i}, ${each + i};" for i in range(each)]
     lines += [f"setp.lt.s32 h, ${3 * each - 1}, ${3 * each}; @h bra ALL;"]
     for i in range(each):
@@ -800,13 +815,13 @@ def _mask_text(each):
 
 @gluon.jit
 def mask_from(x, entry, end, EACH: gl.constexpr):
-    """x, but -inf from entry ``end`` on; threads that have no such entry branch past it.
+    """Replace x by -inf from entry ``end`` on; threads without such an entry branch past it.
 
     Args:
         x: float32, EACH neighbours in a thread.
         entry: int32, rising within a thread.
         end: int32, one past the last entry that is kept.
-        EACH: elements of a thread.
+        EACH: elements per thread.
     """
     TEXT: gl.constexpr = _mask_text(EACH)
     return gl.inline_asm_elementwise(
@@ -827,10 +842,10 @@ _MUL_UNLESS_ONE_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 
 @gluon.jit
 def mul_f32_unless_one(x, factor):
-    """``vote.sync.all``: x times ``factor``; warps whose factors are all 1 multiply nothing.
+    """Multiply x by ``factor``, except in warps whose factors are all 1 by ``vote.sync.all``.
 
-    x: float32 with 32 neighbouring values in a thread, of rows r and r + 8 in turns of two, as an
-    accumulator has them; factor: one of each row, broadcast to x.
+    ``x`` is float32 with 32 neighbouring values in a thread, alternating pairs of rows r and r + 8
+    as an accumulator has them. ``factor`` is one number per row, broadcast to x.
     """
     return gl.inline_asm_elementwise(
         _MUL_UNLESS_ONE,

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR
 from anymla.formats.triton_cast import exp2_int, fp32_to_e4m3, scale_exponent, widen
-from anymla.ops._epilogue import QuantizedOut
+from anymla.ops._epilogue import InverseRopeQuant, QuantizedOut
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _FLOOR = tl.constexpr(HEAD_AMAX_FLOOR)
-# Heads of a kernel's CTA: 16 values a thread, or 4 for low latency.
+# Heads per CTA of the kernel: 16 values per thread, or 4 for low latency.
 _ROWS = 16
 _FEW_ROWS = 4
 # Number of heads up to which a CTA has _FEW_ROWS of them.
@@ -38,25 +38,26 @@ def store_quantized(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROPE_DIM: tl.constexpr,
     TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate back, quantise and store; the bytes of ``inverse_rope_quantize_kernel``.
+    """Rotate heads back, quantise and store them, as the bytes of ``inverse_rope_quantize_kernel``.
 
     Args:
-        value: float32 [ROWS, WIDTH], channels ``first`` .. of heads ``head`` .. of one token.
-        first: a multiple of 128, as WIDTH and D are.
-        token: of which token.
-        head: the first of the heads; those from H on are not stored.
-        H: heads.
-        codes_ptr: uint8 [T, H, D].
-        scales_ptr: float32 [T, H, D / 128].
-        positions_ptr: int64 [T].
+        value: float32 [ROWS, WIDTH], channels from ``first`` on of heads from ``head`` on of one
+            token.
+        first: index of the first channel, a multiple of 128 like WIDTH and D.
+        token: index of the token.
+        head: index of the first head; heads from H on are not stored.
+        H: number of heads.
+        codes_ptr: codes to be written, uint8 [T, H, D].
+        scales_ptr: scales to be written, float32 [T, H, D / 128].
+        positions_ptr: positions of the tokens, int64 [T].
         table_ptr: float32 [angles, ROPE_DIM], cosines then sines.
-        angles: rows of the table.
-        ROWS: a power of two.
-        WIDTH: a power of two; channels from D on are not stored.
-        D: channels of a head.
-        ROPE_DIM: how many of them, the last, rotate with the position.
-        TYPE: to which the output would be rounded in between.
-        NATIVE: see ``triton_cast``.
+        angles: number of rows in the table.
+        ROWS: number of heads, a power of two.
+        WIDTH: number of channels, a power of two; channels from D on are not stored.
+        D: channels per head.
+        ROPE_DIM: number of channels, the last of a head, that rotate with the position.
+        TYPE: type to which heads are rounded before they rotate.
+        NATIVE: True to convert by instructions; see ``triton_cast``.
     """
     BLOCKS: tl.constexpr = WIDTH // _BLOCK
     PAIRS: tl.constexpr = _BLOCK // 2
@@ -79,7 +80,7 @@ def store_quantized(
     even = rotated
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
     exponent = scale_exponent(largest, 448.0, _FLOOR)
-    # An infinite value has exponent 128, whose inverse is no normal number.
+    # An infinite value has exponent 128, whose inverse is not a normal number.
     inverse = exp2_int(tl.maximum(-exponent, -126))[:, None]
     scaled = tl.reshape(tl.join(even * inverse, odd * inverse), (ROWS * BLOCKS, _BLOCK))
     place = token.to(tl.int64) * H + row
@@ -92,7 +93,7 @@ def store_quantized(
 def _angles(
     positions, table, heads, inside, first, angles, HEADS, D, ROPE_DIM, PAIRS: tl.constexpr
 ):
-    """Cosines and sines [n, PAIRS] of the pairs from channel ``first`` on; 1 and 0 outside."""
+    """Load cosines and sines [n, PAIRS] of the pairs from channel ``first`` on; 1 and 0 outside."""
     position = tl.load(positions + heads // HEADS, inside, other=0)
     position = tl.minimum(tl.maximum(position, 0), angles - 1)
     pair = (first - (D - ROPE_DIM)) // 2 + tl.arange(0, PAIRS)
@@ -105,7 +106,7 @@ def _angles(
 
 @triton.jit
 def _load_pairs(o, at, mask):
-    """Even and odd channels, float32, of the pairs at ``at``; 16-bit pairs are loaded as one."""
+    """Load even and odd channels, as float32, of the pairs at ``at``; 16-bit pairs in one load."""
     if o.dtype.element_ty == tl.float32:
         even = tl.load(o + 2 * at, mask, other=0.0)
         odd = tl.load(o + 2 * at + 1, mask, other=0.0)
@@ -163,8 +164,8 @@ def inverse_rope_quantize_kernel(
     exponent = scale_exponent(largest, 448.0, FLOOR)
     # An infinite value has exponent 128, whose inverse is no normal number.
     inverse = exp2_int(tl.maximum(-exponent, -126))[:, None]
-    # Neighbours are converted together and stored as bytes: put together as 16-bit numbers by
-    # shifts, the ptxas of Triton 3.6 loses every second even channel.
+    # Convert neighbours together and store them as bytes: if shifts combine them to 16-bit numbers,
+    # the ptxas of Triton 3.6 loses every second even channel.
     value = tl.reshape(tl.join(even * inverse, odd * inverse), (ROWS, WIDTH))
     channel = first + tl.arange(0, WIDTH)
     mask = inside[:, None]
@@ -211,7 +212,8 @@ def inverse_rope_fp8_quant(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
 ) -> tuple[Tensor, Tensor]:
     """Backend of ``linear.inverse_rope_fp8_quant`` in Triton; see its contract."""
-    to = QuantizedOut.allocate(o, positions, cos_sin_cache, target_of(o.device).native_e4m3)
+    epilogue = InverseRopeQuant(positions, cos_sin_cache, n_groups)
+    to = QuantizedOut.allocate(o, epilogue, target_of(o.device).native_e4m3)
     inverse_rope_quantize(o, to)
     return to.results(n_groups)
 

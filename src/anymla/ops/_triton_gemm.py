@@ -1,16 +1,16 @@
 """Triton device functions for tiles of a GEMM whose stored weight is decoded in the kernel.
 
-gemm_tile               activations [m, K] . decode(w [n, K])^T -> [m, n]
-gemm_tile_swap_ab       decode(w [n, K]) . x [m, K]^T -> [n, m], for few tokens
-operand_rows_kernel     activations in memory -> operands of ``gemm_tile_swap_ab``; grid: blocks of
-                        quant blocks of QUANT channels, of which a row of K channels has K / QUANT
+gemm_tile               activations [m, K] . decode(w [n, K])^T -> [m, n] gemm_tile_swap_ab
+decode(w [n, K]) . x [m, K]^T -> [n, m], for few tokens operand_rows_kernel     activations in
+memory -> operands of ``gemm_tile_swap_ab``; the grid is
+                        blocks of quant blocks of QUANT channels, K / QUANT for a row of K channels
 
 QUANT rows and columns of an FP8 weight share a scale, and so do QUANT channels of activations: 128
 in DeepSeek-V4, 32 in V4.1.
 
-Decoding loses nothing: operands have a dtype that holds every decoded value, products accumulate in
-float32, and scales that the operands cannot hold become float32 factors: of a weight's block, of a
-quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`` takes
+Decoding loses nothing: operands have a dtype that holds every decoded value, and products
+accumulate in float32. Scales that the operands cannot hold become float32 factors, of a weight's
+block, of a quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`` takes
 
     weight   operand with bfloat16 / float16 / float32 / e4m3 activations   factor
     plain    theirs if the weight has it too, else float32                  -
@@ -21,7 +21,7 @@ quant block of activations, or of a whole NVFP4 tensor. ``gemm_tile`` takes
 (On Arc A, every operand is float32.)
 
 With swapped operands, the weight's rows are the rows of the matrix instruction, which has many, and
-tokens are its columns, of which it may have as few as 8. Packed e2m1 is read as int32 and goes from
+tokens are its columns, which may be as few as 8. Packed e2m1 is read as int32 and goes from
 registers into the instruction (``formats.triton_words``), so the activations are stored in the
 order of the decoded values. Products are exact and accumulate in float32, except that Hopper's e4m3
 instructions keep 13 bits below the largest of 32 products:
@@ -65,7 +65,7 @@ from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Triton's names of the operands' dtypes.
+# Triton's types by the operands' dtypes.
 TL_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -126,7 +126,7 @@ def _load_e2m1(
     weight, k, width,
     BLOCK: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Packed e2m1 with a scale byte for BLOCK channels: ue8m0 for 32, e4m3 for 16."""
+    """Load and decode packed e2m1 with a scale byte per 32 (ue8m0) or 16 (e4m3) channels."""
     rows = weight.row
     inside = weight.inside
     pair = k // 2 + tl.arange(0, BLOCK_K // 2)
@@ -147,7 +147,7 @@ def _load_weight(
     weight, k, width,
     FORMAT: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Channels k..k + BLOCK_K of the weight's rows [n] in OPERAND, 0 where outside."""
+    """Load channels k .. k + BLOCK_K of the weight's rows [n] as OPERAND, 0 where outside."""
     if FORMAT == "mxfp4":
         value = _load_e2m1(weight, k, width, 32, OPERAND, BLOCK_K, NATIVE)
     elif FORMAT == "nvfp4":
@@ -163,7 +163,7 @@ def _load_weight(
 
 @triton.jit
 def _dot(a, w, total, OPERAND: tl.constexpr):
-    """Total + a @ w^T; a float16 that meets bfloat16 goes in as two exact parts."""
+    """Return total + a @ w^T; float16 with a bfloat16 operand goes in as two exact parts."""
     b = tl.trans(w)
     if OPERAND == tl.bfloat16 and a.dtype == tl.float16:
         wide = a.to(tl.float32)
@@ -182,23 +182,23 @@ def gemm_tile(
     FORMAT: tl.constexpr, CODED: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of activations times rows of a weight over channels first..last.
+    """Multiply rows of activations by rows of a weight over channels first .. last.
 
     Args:
-        given: ``ActivationRows``.
-        weight: ``WeightRows``.
+        given: rows of activations, an ``ActivationRows``.
+        weight: rows of the weight, a ``WeightRows``.
         first: first channel, a multiple of 128.
-        last: end of the channels; beyond ``width`` there are none.
-        width: channels of a row.
-        FORMAT: "plain", "fp8", "mxfp4" or "nvfp4".
-        CODED: activations are e4m3 codes.
-        OPERAND: from ``operand_dtype``.
-        BLOCK_K: channels of a step, at most QUANT where one of the two has such scales.
-        NATIVE: convert e4m3 by instructions.
-        QUANT: of the quant blocks.
+        last: end of the channels, which may exceed ``width``.
+        width: number of channels in a row.
+        FORMAT: format of the weight, "plain", "fp8", "mxfp4" or "nvfp4".
+        CODED: True if activations are e4m3 codes.
+        OPERAND: operand type of the products, from ``operand_dtype``.
+        BLOCK_K: channels per step, at most QUANT if either operand has scales per quant block.
+        NATIVE: True to convert e4m3 by instructions.
+        QUANT: channels that share a scale.
 
     Returns:
-        float32 [m, n].
+        float32 [m, n], the sums of all products.
     """
     total = tl.zeros((given.row.shape[0], weight.row.shape[0]), tl.float32)
     for k in range(first, last, BLOCK_K):
@@ -233,7 +233,7 @@ def _decode_e2m1(packed, OPERAND: tl.constexpr):
 
 @triton.jit
 def _decode_scale_byte(scale, BYTE: tl.constexpr):
-    """Byte BYTE of each scale as float32; NaN (255) is looked for by ``_has_nan``."""
+    """Return byte BYTE of each scale as float32, ignoring NaN (255), which ``_has_nan`` finds."""
     SHIFT: tl.constexpr = 23 - 8 * BYTE
     bits = scale << SHIFT if SHIFT >= 0 else scale >> -SHIFT
     # Byte 0 stands for 2^-127, which is subnormal.
@@ -242,13 +242,13 @@ def _decode_scale_byte(scale, BYTE: tl.constexpr):
 
 @triton.jit
 def _has_nan(scale):
-    """Whether one of four bytes is 255, which adding one makes overflow into bit 7."""
+    """True where one of four bytes is 255, because adding one to it overflows into bit 7."""
     return (((scale & 0x7F7F7F7F) + 0x01010101) & scale & -0x7F7F7F80) != 0
 
 
 @triton.jit
 def _scaled(part, x_scales, x_inside, NUMBER: tl.constexpr, QUANT: tl.constexpr):
-    """A product of 32 channels, times the scales of that block of the activations if it has any."""
+    """Multiply a product of 32 channels by the activations' scales of that block, if any."""
     if QUANT == 32:
         part *= tl.load(x_scales + NUMBER, x_inside, other=0.0)[None, :]
     return part
@@ -258,9 +258,9 @@ def _scaled(part, x_scales, x_inside, NUMBER: tl.constexpr, QUANT: tl.constexpr)
 def _four_dots(
     packed, scale, x, inside, x_scales, x_inside, OPERAND: tl.constexpr, QUANT: tl.constexpr
 ):
-    """128 channels as four products, a scale of the weight each; x: pointers [32, m].
+    """Multiply 128 channels as four products, one per scale of the weight; x is pointers [32, m].
 
-    With a QUANT of 32 the activations' scales, at ``x_scales`` [m], are multiplied in as well.
+    If QUANT is 32 the activations' scales, at ``x_scales`` [m], are multiplied in as well.
     """
     BLOCK_N: tl.constexpr = packed.shape[0]
     even, odd = tl.split(tl.permute(tl.reshape(packed, (BLOCK_N, 2, 2, 4)), (0, 3, 1, 2)))
@@ -284,12 +284,15 @@ def _four_dots(
 def _block_diagonal_dot(
     packed, scale, x, inside, x_scales, x_inside, OPERAND: tl.constexpr, QUANT: tl.constexpr
 ):
-    """128 channels as one product; x: pointers [128, 4 m], a column zero but in its 32 channels."""
+    """Multiply 128 channels as one product with a block-diagonal operand.
+
+    ``x`` is pointers [128, 4 m]; a column of the operand is zero outside of its 32 channels.
+    """
     BLOCK_N: tl.constexpr = packed.shape[0]
     product = tl.dot(_decode_e2m1(packed, OPERAND), tl.load(x, inside, other=0.0))
     bits = (scale[:, None] >> (tl.arange(0, 4) * 8)[None, :]) << 23
     factor = tl.maximum(bits & 0x7F800000, 0x00400000).to(tl.float32, bitcast=True)
-    # One of the four is enough.
+    # A NaN in one of the four factors is enough.
     spoiled = _has_nan(scale)[:, None] & (tl.arange(0, 4) == 0)[None, :]
     factor = tl.where(spoiled, float("nan"), factor)
     part = tl.reshape(product, (BLOCK_N, 4, x.shape[1] // 4)) * factor[:, :, None]
@@ -301,10 +304,10 @@ def _block_diagonal_dot(
 
 @triton.jit
 def _activation_pointers(x, x_inside, BLOCK_DIAGONAL: tl.constexpr):
-    """Pointers and mask of the activations' operand, from those of its rows [m]."""
+    """Return pointers and mask of the activations' operand from those of its rows [m]."""
     BLOCK_M: tl.constexpr = x.shape[0]
     if BLOCK_DIAGONAL:
-        # Instructions that a warpgroup waits for are then waited for once in 128 channels.
+        # With this operand a warpgroup waits for matrix instructions only once per 128 channels.
         channel = tl.arange(0, 128)
         mine = (channel // 32)[:, None] == (tl.arange(0, 4 * BLOCK_M) // BLOCK_M)[None, :]
         x = tl.reshape(tl.broadcast_to(x[None, :], (4, BLOCK_M)), (4 * BLOCK_M,))
@@ -313,13 +316,13 @@ def _activation_pointers(x, x_inside, BLOCK_DIAGONAL: tl.constexpr):
     else:
         channel = tl.arange(0, 32)
         mask = x_inside[None, :]
-    # Rows begin at multiples of 128 elements, which the compiler does not see through reshape.
+    # Rows begin at multiples of 128 elements, but the compiler does not see that through reshape.
     return tl.multiple_of(x[None, :] + channel[:, None], (16, 1)), mask
 
 
 @triton.jit
 def _column_slice(tile, NUMBER: tl.constexpr, SLICES: tl.constexpr):
-    """Slice NUMBER of SLICES (1, 2 or 4) equal ones of the columns of a tile [n, c]."""
+    """Return slice NUMBER of SLICES (1, 2 or 4) equal slices of the columns of a tile [n, c]."""
     ROWS: tl.constexpr = tile.shape[0]
     COLUMNS: tl.constexpr = tile.shape[1] // SLICES
     if SLICES == 1:
@@ -341,12 +344,12 @@ def _mxfp4_tile(
     OPERAND: tl.constexpr, BLOCK_DIAGONAL: tl.constexpr, WIDE_LOADS: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Packed e2m1 with quantised activations; UNROLL K blocks of 128 channels a step."""
+    """Multiply packed e2m1 by quantised activations, UNROLL K blocks of 128 channels per step."""
     UNIT: tl.constexpr = E4M3_UNIT if OPERAND == tl.float8e4nv else FLOAT16_UNIT
     SCALES: tl.constexpr = 128 // QUANT
     total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
     if WIDE_LOADS:
-        # A row's bytes of all K blocks of a step at once: longer accesses, and fewer.
+        # Load a row's bytes of all K blocks of a step at once: accesses are longer and fewer.
         w = w[:, None] + tl.arange(0, 16 * UNROLL)[None, :]
         scales = scales[:, None] + tl.arange(0, UNROLL)[None, :]
     else:
@@ -384,7 +387,7 @@ def _mxfp4_tile(
 
 @triton.jit
 def _mxfp4_bf16_tile(w, scales, x, x_inside, k_blocks, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
-    """Packed e2m1 with its scales in the operand: for many tokens, or tokens that have none."""
+    """Multiply packed e2m1, scaled in the operand, for many tokens or tokens without scales."""
     BLOCK_N: tl.constexpr = w.shape[0]
     SCALES: tl.constexpr = BLOCK_K // 32
     total = tl.zeros((BLOCK_N, x_inside.shape[0]), tl.float32)
@@ -393,7 +396,7 @@ def _mxfp4_bf16_tile(w, scales, x, x_inside, k_blocks, BLOCK_K: tl.constexpr, ST
     x = x[None, :] + tl.arange(0, BLOCK_K)[:, None]
     for _ in tl.range(0, k_blocks * 128, BLOCK_K, num_stages=STAGES):
         factor = ue8m0_to_fp32(tl.load(scales)).to(tl.bfloat16)
-        # Two products, because their factors' product may be no number.
+        # Apply unit and scale one at a time: their product can overflow bfloat16.
         value = words_to_bf16(tl.load(w)) * tl.full((), BFLOAT16_UNIT, tl.float32).to(tl.bfloat16)
         value = tl.reshape(value, (BLOCK_N, SCALES, 32)) * factor[:, :, None]
         b = tl.load(x, x_inside[None, :], other=0.0)
@@ -409,7 +412,7 @@ def _fp8_tile(
     w, scales, x, x_scales, x_inside, k_blocks,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """e4m3 codes by e4m3 codes or float16, both in float16, whose products are exact."""
+    """Multiply e4m3 codes by e4m3 codes or float16, both as float16, whose products are exact."""
     total = tl.zeros((w.shape[0], x_inside.shape[0]), tl.float32)
     w = w[:, None] + tl.arange(0, QUANT)[None, :]
     x = x[None, :] + tl.arange(0, QUANT)[:, None]
@@ -437,7 +440,7 @@ def gemm_tile_swap_ab(
     STAGES: tl.constexpr, BLOCK_DIAGONAL: tl.constexpr, WIDE_LOADS: tl.constexpr,
     QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a weight times rows of activations.
+    """Multiply rows of a weight by rows of activations.
 
     Args:
         w: uint8 pointers [n] to the first of a row's channels, at multiples of 16 bytes.
@@ -445,20 +448,20 @@ def gemm_tile_swap_ab(
         x: pointers [m] to the rows of activations, as ``operand_rows`` makes them; for "fp8" also
             their e4m3 codes.
         x_scales: pointers [m] to the scales of their quant blocks, or None.
-        x_inside: bool [m], rows of x to read.
-        k_blocks: K blocks of 128 channels.
-        FORMAT: "mxfp4" or "fp8".
-        OPERAND: float16 or for "mxfp4" float8e4nv with x_scales, else bfloat16.
-        NATIVE: convert e4m3 by instructions.
-        BLOCK_K: channels of a step, a multiple of 128 with x_scales.
-        STAGES: of the loop's pipeline.
-        BLOCK_DIAGONAL: how mxfp4 is scaled, see ``_activation_pointers``; takes four times as many
-            columns of the instruction.
-        WIDE_LOADS: read all of a step's weights at once; a step is 1, 2 or 4 K blocks.
-        QUANT: of the quant blocks, 128 or 32.
+        x_inside: bool [m], True for rows of x to read.
+        k_blocks: number of K blocks of 128 channels.
+        FORMAT: format of the weight, "mxfp4" or "fp8".
+        OPERAND: operand type, float16 or (for "mxfp4") float8e4nv with x_scales, else bfloat16.
+        NATIVE: True to convert e4m3 by instructions.
+        BLOCK_K: channels per step, a multiple of 128 with x_scales.
+        STAGES: number of stages in the loop's pipeline.
+        BLOCK_DIAGONAL: True to scale mxfp4 by ``_block_diagonal_dot``, which takes four times as
+            many columns of the instruction.
+        WIDE_LOADS: True to read all of a step's weights at once; a step is 1, 2 or 4 K blocks.
+        QUANT: channels that share a scale, 128 or 32.
 
     Returns:
-        float32 [n, m].
+        float32 [n, m], the sums of all products.
     """
     if OPERAND == tl.float8e4nv:
         x = x.to(tl.pointer_type(tl.float8e4nv))
@@ -494,7 +497,10 @@ def operand_rows_kernel(
     QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCKS quant blocks, in the order of decoded values of BYTES bytes (0: as they are)."""
+    """Convert BLOCKS quant blocks of activations to operands of a product.
+
+    The order is that of decoded values of BYTES bytes, or if BYTES is 0 that of the channels.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

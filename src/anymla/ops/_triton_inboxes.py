@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def load_inboxes(addresses, RANKS: tl.constexpr):
-    """Where each rank's inbox begins; may be read before a kernel waits."""
+    """Load the address of each rank's inbox; this may happen before a kernel waits."""
     inboxes = ()
     for rank in tl.static_range(RANKS):
         inboxes += (tl.load(addresses + rank),)
@@ -21,10 +21,10 @@ def exchange(
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_2: tl.constexpr, CAPACITY: tl.constexpr,
     BLANK: tl.constexpr,
 ):  # fmt: skip
-    """Give all ranks B words, none of them blank; return all ranks' words [RANKS_2, B].
+    """Send B words, none of them blank, to all ranks; return all ranks' words [RANKS_2, B].
 
-    Rows of ranks that are not there are 0, as are columns outside; ``inside`` is None if all are
-    inside.
+    Rows of ranks that do not exist are 0, and so are columns outside; ``inside`` is None if all
+    columns are inside.
     """
     kind = tl.pointer_type(words.dtype)
     at = (turn * RANKS + RANK) * CAPACITY + offset
@@ -36,7 +36,7 @@ def exchange(
     blanked = mine + (turn + 2) % 3 * (RANKS * CAPACITY) + slots
     blank = tl.full((RANKS_2, words.shape[0]), BLANK, words.dtype)
     arriving = mine + turn * (RANKS * CAPACITY) + slots
-    # A mask that says nothing would keep accesses from being wide.
+    # Do not pass a mask that is always True: it would keep accesses from being wide.
     there = None
     if RANKS < RANKS_2:
         there = ranks < RANKS

@@ -31,7 +31,8 @@ from triton.runtime.jit import JITFunction
 
 from anymla.ops.device import INTERPRETED
 
-# Most prepared launches that a launcher keeps; they differ mostly in the number of tokens.
+# Largest number of prepared launches that a launcher keeps; they differ mostly in the number of
+# tokens.
 LAUNCHES = 256
 
 _TRITONS = JITFunction.__module__

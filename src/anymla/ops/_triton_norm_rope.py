@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def inverse_rms(x, eps, WIDTH: tl.constexpr):
-    """``1 / sqrt(mean(x^2) + eps)`` of float32 rows x [N, PADDED], zero past WIDTH; [N, 1]."""
+    """Compute ``1 / sqrt(mean(x^2) + eps)`` [N, 1] of float32 rows [N, PADDED], zero past WIDTH."""
     return tl.rsqrt(tl.sum(x * x, 1) * (1.0 / WIDTH) + eps)[:, None]
 
 
@@ -28,18 +28,18 @@ def load_cos_sin(
     ROPE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Cosines and sines, float32 [N, PADDED / 2], of the pairs of rows at ``positions`` [N].
+    """Load cosines and sines, float32 [N, PADDED / 2], of the pairs of rows at ``positions`` [N].
 
     Args:
         table: [length, ROPE], cosines in the first half of the columns, sines in the second.
-        row_stride: of the table.
-        column_stride: of the table.
-        length: positions are read clamped to it.
-        positions: integer [N].
-        valid: bool [N]; nothing is read for the others.
-        WIDTH: channels of a row.
-        ROPE: channels that rotate, the last of the row.
-        PADDED: channels of the tile.
+        row_stride: elements between rows of the table.
+        column_stride: elements between columns of the table.
+        length: number of rows in the table, to which positions are clamped.
+        positions: positions of the rows, integer [N].
+        valid: bool [N]; nothing is read where it is False.
+        WIDTH: channels per row.
+        ROPE: number of channels that rotate, the last of the row.
+        PADDED: channels per tile.
 
     Pairs that do not rotate have cosine 1 and sine 0.
     """
@@ -56,8 +56,8 @@ def load_cos_sin(
 def rotate(x, cos, sin, WIDTH: tl.constexpr, ROPE: tl.constexpr):
     """Rotate the last ROPE of the WIDTH channels of float32 rows x [N, PADDED].
 
-    ``cos`` and ``sin`` [N or 1, PADDED / 2] are those of ``load_cos_sin``. The other channels pass
-    bit by bit.
+    ``cos`` and ``sin`` [N or 1, PADDED / 2] are those of ``load_cos_sin``. The bits of the other
+    channels do not change.
     """
     ROWS: tl.constexpr = x.shape[0]
     PADDED: tl.constexpr = x.shape[1]

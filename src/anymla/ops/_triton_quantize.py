@@ -23,7 +23,7 @@ from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Quant blocks of a CTA: each thread has 16 to 32 values.
+# Quant blocks per CTA, which give each thread 16 to 32 values.
 _BLOCKS = 16
 _FEW_BLOCKS = 4
 
@@ -36,9 +36,9 @@ def blocks_of_cta(blocks: int, width: int = FP8_BLOCK) -> int:
 
 @triton.jit
 def quantize_blocks(x, FLOOR: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes [n, w] and float32 scales [n] of float32 quant blocks x [n, w]."""
+    """Quantise float32 quant blocks x [n, w] to codes [n, w] and float32 scales [n]."""
     exponent = scale_exponent(tl.max(tl.abs(x), 1), 448.0, FLOOR)
-    # An infinite value has exponent 128, whose inverse is no normal number.
+    # An infinite value has exponent 128, whose inverse is not a normal number.
     inverse = exp2_int(tl.maximum(-exponent, -126))
     return fp32_to_e4m3(x * inverse[:, None], NATIVE), exp2_int(exponent)
 
@@ -72,7 +72,7 @@ def store_codes(
 def store_row_codes(
     y, codes, code_scales, first, block_stride, width, FLOOR: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """As ``store_codes`` for channels y [c] of the one row at ``codes`` and ``code_scales``."""
+    """Store channels y [c] of one row at ``codes`` and ``code_scales``, as ``store_codes`` does."""
     CHANNELS: tl.constexpr = y.shape[0]
     BLOCK: tl.constexpr = CHANNELS if CHANNELS < 128 else 128
     values = tl.reshape(widen(y), (CHANNELS // BLOCK, BLOCK))
@@ -99,7 +99,10 @@ def quantize_rows_kernel(
     MN_MAJOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCKS quant blocks of WIDTH channels; MN_MAJOR scales are columns of ``column`` rows."""
+    """Quantise BLOCKS quant blocks of WIDTH channels.
+
+    Scales that are MN_MAJOR lie in columns of ``column`` rows.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

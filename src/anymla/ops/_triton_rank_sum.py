@@ -17,7 +17,7 @@ from anymla.ops._triton_inboxes import exchange, load_inboxes
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
-# Elements of a CTA, so that each thread moves 16 bytes of 16-bit elements, and its warps.
+# Elements per CTA, so that each thread moves 16 bytes of 16-bit elements, and warps per CTA.
 SLICE, _WARPS = 1024, 4
 
 
@@ -38,7 +38,7 @@ def push_sum_kernel(
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum of a slice in float32, rounded once; slices are WHOLE, or end at ``count``."""
+    """Sum a slice in float32 and round it once; slices are WHOLE, or end at ``count``."""
     program = tl.program_id(0)
     offset = program * SLICE + tl.arange(0, SLICE)
     inside = None

@@ -67,7 +67,7 @@ _ALIGNMENT = 16
 _LISTS = (list, tuple)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Most kinds of call that an operation remembers; prompts have many shapes.
+# Largest number of kinds of call that an operation remembers; prompts have many shapes.
 _MOST_KINDS = 512
 
 
@@ -171,9 +171,13 @@ def _kind_of(
         elif value is None:
             add(None)
         elif isinstance(value, _LISTS):
-            if asks or first_unlike(value) is not None:
+            if _is_struct(value) or (value and _is_struct(value[0])):
+                nested = _kind_of(value, {}, None, asks=asks)
+            elif asks or first_unlike(value) is not None:
                 return None
-            facts += type(value), len(value), _kind_of(value[:1], {}, None, asks=False)
+            else:
+                nested = _kind_of(value[:1], {}, None, asks=False)
+            facts += type(value), len(value), nested
         else:
             facts += type(value), value
     return tuple(facts)
@@ -195,21 +199,27 @@ def _sizes_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
             add(value.dtype)
             add(value.shape)
         elif isinstance(value, _LISTS):
-            facts += type(value), len(value), _sizes_of(value[:1], {})
+            structs = _is_struct(value) or (value and _is_struct(value[0]))
+            facts += type(value), len(value), _sizes_of(value if structs else value[:1], {})
         else:
             add(value)
     return tuple(facts)
 
 
+def _is_struct(value: object) -> bool:
+    """Return True for a NamedTuple, an argument that groups other arguments."""
+    return hasattr(value, "_fields")
+
+
 def _device_of(value: Any) -> torch.device | None:
-    """Return the device of a tensor or of a list of like tensors; None for anything else."""
-    if isinstance(value, _LISTS) and value:
+    """Return the device of a tensor, a list of like tensors or structs; None for anything else."""
+    while isinstance(value, _LISTS) and value:
         value = value[0]
     return value.device if isinstance(value, Tensor) else None
 
 
 def _requires_grad(value: Any) -> bool:
-    if isinstance(value, list):
+    if isinstance(value, _LISTS):
         return any(map(_requires_grad, value))
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -247,6 +257,7 @@ class Operation(Generic[_P, _R]):
         self._contract: Callable[..., Any] = contract
         self._outputs = outputs
         self._signature = signature_of_backends(contract)
+        self._flat = FlatArguments(contract)
         self._leading = {
             name: parameter.default
             for name, parameter in self._signature.parameters.items()
@@ -580,7 +591,7 @@ class Operation(Generic[_P, _R]):
                 arguments[name] = list(arguments[name].unbind())
         results = () if self._outputs is None else self._outputs(**arguments)
         packet = getattr(torch.ops.anymla, self.name)
-        packet(**arguments, backend=backend, results=list(results))
+        packet(**self._flat.flatten(arguments), backend=backend, results=list(results))
         if self._outputs is None:
             return None
         return results[0] if len(results) == 1 else results
@@ -589,8 +600,8 @@ class Operation(Generic[_P, _R]):
         self, *args: Any, results: Sequence[Tensor], backend: str | None = None, **kwargs: Any
     ) -> None:
         # torch.library passes keyword arguments by position where the schema allows it.
-        bound = self._signature.bind(*args, **kwargs)
-        given = self(*bound.args, **bound.kwargs, backend=backend)  # type: ignore[arg-type]
+        call: Callable[..., Any] = self
+        given = call(**self._flat.restore(args, kwargs), backend=backend)
         if self._outputs is None:
             return
         produced = given if isinstance(given, tuple) else (given,)
@@ -617,7 +628,8 @@ def operation(
 
     Returns:
         A decorator for the contract: a function of the operation's arguments, annotated with
-        Tensor, int, float, bool, str, their optionals, or list[Tensor], whose body checks them.
+        Tensor, int, float, bool, str, their optionals, list[Tensor], or a NamedTuple of such
+        (or None, or a Sequence of them), whose body checks them.
         Its last keyword ``backend: str | None = None`` is the operation's own: callers may give
         it, and neither the body nor a backend gets it.
     """
@@ -636,24 +648,95 @@ def operation(
 _SCALARS = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
+class FlatArguments:
+    """The flat form of a contract's arguments, as torch.library's schemas take them.
+
+    An argument that is a NamedTuple becomes one argument for each field, called
+    ``<argument>_<field>``, and a sequence of NamedTuples one list for each field. All other
+    arguments stay as they are.
+    """
+
+    def __init__(self, contract: Callable[..., Any]) -> None:
+        """Read the annotations of a contract function."""
+        self._parameters = signature_of_backends(contract).parameters
+        self._structs: dict[str, tuple[Any, bool]] = {}  # type, and True for a sequence
+        self.hints: dict[str, Any] = {}
+        self.parameters: list[inspect.Parameter] = []
+        hints = typing.get_type_hints(contract)
+        for name, parameter in self._parameters.items():
+            struct, many = _struct_in(hints[name])
+            if struct is None:
+                self.hints[name] = hints[name]
+                self.parameters.append(parameter)
+                continue
+            self._structs[name] = struct, many
+            for field, hint in typing.get_type_hints(struct).items():
+                flat = f"{name}_{field}"
+                self.hints[flat] = types.GenericAlias(list, (hint,)) if many else hint | None
+                self.parameters.append(parameter.replace(name=flat))
+        self._signature = inspect.Signature(self.parameters)
+
+    def flatten(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments by their flat names."""
+        flat: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if name not in self._structs:
+                flat[name] = value
+                continue
+            struct, many = self._structs[name]
+            for place, field in enumerate(struct._fields):
+                if many:
+                    flat[f"{name}_{field}"] = [each[place] for each in value]
+                else:
+                    flat[f"{name}_{field}"] = None if value is None else value[place]
+        return flat
+
+    def restore(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the contract's arguments by name from a call in flat form."""
+        # torch.library passes keyword arguments by position where the schema allows it.
+        flat = self._signature.bind(*args, **kwargs).arguments
+        given: dict[str, Any] = {}
+        for name in self._parameters:
+            if name not in self._structs:
+                if name in flat:
+                    given[name] = flat[name]
+                continue
+            struct, many = self._structs[name]
+            fields = [flat.get(f"{name}_{field}") for field in struct._fields]
+            if many:
+                given[name] = [struct(*each) for each in zip(*fields, strict=True)]
+            elif fields[0] is not None:
+                given[name] = struct(*fields)
+        return given
+
+
+def _struct_in(hint: Any) -> tuple[Any, bool]:
+    """Return the NamedTuple of an annotation (or None) and True if it is a sequence of them."""
+    many = typing.get_origin(hint) is Sequence
+    members = typing.get_args(hint) or (hint,)
+    found = [each for each in members if _is_struct(each)]
+    return (found[0], many) if found else (None, False)
+
+
 def schema_of(contract: Callable[..., Any], mutates: tuple[str, ...]) -> str:
     """Return the schema of a contract function, without its name; results are written arguments.
 
     Args:
-        contract: function annotated with Tensor, int, float, bool, str, their optionals,
-            list[Tensor], or list[Tensor] | Tensor, which the schema gives as the list.
+        contract: function annotated as ``operation`` says; the schema gives list[Tensor] | Tensor
+            as the list, and NamedTuples in their flat form.
         mutates: names of the tensor arguments that the operation writes.
     """
-    hints = typing.get_type_hints(contract)
+    flat = FlatArguments(contract)
     words: list[str] = []
     keyword_only = False
     alias = iter("abcdefghijklmnopqrstuvwxyz")
-    for name, parameter in signature_of_backends(contract).parameters.items():
+    for parameter in flat.parameters:
+        name = parameter.name
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             words.append("*")
         mark = f"({next(alias)}!)" if name in mutates else ""
-        word = f"{_schema_type(hints[name], mark)} {name}"
+        word = f"{_schema_type(flat.hints[name], mark)} {name}"
         default = parameter.default
         if default is not inspect.Parameter.empty:
             word += f"={_schema_default(default)}"

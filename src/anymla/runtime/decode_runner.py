@@ -309,7 +309,7 @@ class DecodeRunner:
         return *out, Carry(self._token_or_end(tokens), followed.right + 1)
 
     def _forward(self, step: Step) -> tuple[Tensor, ...]:
-        """The backbone's streams, and the taps if a drafter wants them."""
+        """Compute the backbone's streams, and the taps if a drafter wants them."""
         taps = None if self._blocks is None else self._blocks.taps(len(step.token_ids))
         caches = self._store.layers[: self._backbone_layers]
         hidden = self._model.forward(step, caches, taps=taps)

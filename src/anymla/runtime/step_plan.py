@@ -24,8 +24,9 @@ from anymla.runtime.upload import upload
 
 # Up to this many tokens, Python integers are faster than tensor calls if no device waits.
 HOST_TOKENS = 16
-# On devices, widths of lists and scores follow from the longest request. Rounding gives few sizes,
-# all multiples of 16, so that kernels are not compiled again: 512 entries of 4 tokens, 16 of 128.
+# On devices, widths of lists and scores follow from the longest request. Rounding it up leaves few
+# sizes, so that kernels are rarely compiled again. In entries the step is 512 (ratio 4) or 16
+# (ratio 128), all multiples of 16.
 _DEVICE_CONTEXT_STEP = 2048
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from anymla.ops import device as device_facts
 from anymla.ops.registry import Operation, Support
 
 _NAMED = "triton"
+_T = TypeVar("_T")
 
 
 @functools.cache
@@ -68,9 +69,14 @@ def on_device(call: Callable[..., Any], device: torch.device) -> Callable[..., A
     return bridged
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device with the same strides, offset, and surrounding storage."""
-    moved: Tensor = _Bridge(device)._moved(tensor)
+def to_device(value: _T, device: torch.device) -> _T:
+    """Copy tensors to a device with the same strides, offsets, and surrounding storages.
+
+    Args:
+        value: a tensor, or lists and tuples of tensors and of values that stay as they are.
+        device: device of the copies.
+    """
+    moved: _T = _Bridge(device)._moved(value)
     return moved
 
 
@@ -103,8 +109,9 @@ class _Bridge:
         return self._back(result)
 
     def _moved(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._moved(each) for each in value]
+        if isinstance(value, (list, tuple)):
+            members = [self._moved(each) for each in value]
+            return value._make(members) if hasattr(value, "_make") else type(value)(members)
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage()

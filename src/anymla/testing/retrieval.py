@@ -27,7 +27,7 @@ from anymla.runtime.request import Request
 FACT = "The passkey is {}."
 QUESTION = "What is the passkey?"
 DIGITS = 6
-# Most tokens of an answer, and fewest tokens of the text around the fact.
+# Largest number of tokens of an answer, and fewest tokens of the text around the fact.
 ANSWER, _LEAST = 16, 64
 _ID = "passkey"
 

@@ -53,7 +53,7 @@ class Partition:
         self.tick()
 
     def tick(self) -> None:
-        """Advance the partition's time: later operations are unknown to others until they wait."""
+        """Advance the partition's time; others learn of its later operations only by waiting."""
         self.clock.known[self.number] = self.clock.known.get(self.number, 0) + 1
 
     def access(self) -> Access:

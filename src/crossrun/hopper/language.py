@@ -34,15 +34,15 @@ _LAYOUTS = (
 
 
 class Constexpr:
-    """``gl.constexpr``, which here leaves a number what it is."""
+    """Stand-in for ``gl.constexpr``, which leaves a number as it is."""
 
     def __new__(cls, x: Any) -> Any:
-        """The number itself."""
+        """Return the number itself."""
         return x
 
 
 def loop(*bounds: Any) -> Iterator[Value]:
-    """``range``, whose numbers are values, as a kernel's are."""
+    """Iterate like ``range`` over values, as a kernel's loop does."""
     for i in range(*(int(bound) for bound in bounds)):
         yield Value(i, INT32)
 
@@ -57,7 +57,7 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Value]
 
 
 class Language:
-    """Names of ``gluon.language``; those that are not here are the real ones."""
+    """Stand-ins for names of ``gluon.language``; all other names are the real ones."""
 
     constexpr = Constexpr
     exp = staticmethod(_elementwise(torch.exp))
@@ -128,123 +128,123 @@ class Language:
         return as_value(x)
 
     def arange(self, start: Any, end: Any, layout: Any = None) -> Value:
-        """Integers."""
+        """Make the integers from ``start`` to ``end`` - 1."""
         return Value(torch.arange(int(start), int(end), dtype=torch.int32), INT32)
 
     def full(self, shape: Sequence[int], x: Any, dtype: Any, layout: Any = None) -> Value:
-        """Equal elements."""
+        """Make a tensor of equal elements."""
         kind = kind_of(dtype)
         one = as_value(x).cast(kind)
         return Value(one.tensor.expand([int(n) for n in shape]).clone(), kind)
 
     def zeros(self, shape: Sequence[int], dtype: Any, layout: Any = None) -> Value:
-        """Zeros."""
+        """Make a tensor of zeros."""
         kind = kind_of(dtype)
         return Value(torch.zeros([int(n) for n in shape], dtype=kind.torch), kind)
 
     def zeros_like(self, x: Value, **_: Any) -> Value:
-        """Zeros."""
+        """Make zeros of the shape and type of x."""
         return Value(torch.zeros_like(x.tensor), x.kind) if x.shape else as_value(0, x.kind)
 
     def full_like(self, x: Value, fill: Any, **_: Any) -> Value:
-        """Equal elements."""
+        """Make equal elements of the shape and type of x."""
         return self.full(x.shape, fill, x.dtype)
 
     def cast(self, x: Any, dtype: Any, bitcast: bool = False, **_: Any) -> Value:
-        """``x.to``."""
+        """Convert x to a type, or reinterpret its bits."""
         return as_value(x).to(dtype, bitcast)
 
     def where(self, condition: Any, a: Any, b: Any) -> Value:
-        """One or the other."""
+        """Choose elements of a where the condition is True, else of b."""
         return chosen(condition, a, b)
 
     def maximum(self, a: Any, b: Any, propagate_nan: Any = None) -> Value:
-        """The larger; unless NaN is to be kept, the other one."""
+        """Return the larger of two; of a NaN and a number the number, unless NaN propagates."""
         return _extreme(a, b, propagate_nan, torch.maximum, torch.fmax, max)
 
     def minimum(self, a: Any, b: Any, propagate_nan: Any = None) -> Value:
-        """The smaller; unless NaN is to be kept, the other one."""
+        """Return the smaller of two; of a NaN and a number the number, unless NaN propagates."""
         return _extreme(a, b, propagate_nan, torch.minimum, torch.fmin, min)
 
     def clamp(self, x: Any, low: Any, high: Any, **_: Any) -> Value:
-        """Within bounds."""
+        """Limit x to the range from ``low`` to ``high``."""
         return self.minimum(self.maximum(x, low), high)
 
     def abs(self, x: Any) -> Value:
-        """Magnitude."""
+        """Return the magnitude."""
         given = as_value(x)
         data = given.data
         return Value(data.abs() if isinstance(data, Tensor) else abs(data), given.kind)
 
     def fma(self, a: Any, b: Any, c: Any) -> Value:
-        """Rounded once."""
+        """Compute a * b + c with a single rounding."""
         x, y, z = (as_value(each).tensor.double() for each in (a, b, c))
         kind = next(each.kind for each in (a, b, c) if isinstance(each, Value))
         return Value((x * y + z).to(kind.torch), kind)
 
     def fdiv(self, a: Any, b: Any, **_: Any) -> Value:
-        """The quotient."""
+        """Return the quotient a / b."""
         return as_value(a) / b
 
     div_rn = fdiv
 
     def add(self, a: Any, b: Any, **_: Any) -> Value:
-        """The sum."""
+        """Return the sum a + b."""
         return as_value(a) + b
 
     def sub(self, a: Any, b: Any, **_: Any) -> Value:
-        """The difference."""
+        """Return the difference a - b."""
         return as_value(a) - b
 
     def mul(self, a: Any, b: Any, **_: Any) -> Value:
-        """The product."""
+        """Return the product a * b."""
         return as_value(a) * b
 
     def cdiv(self, a: Any, b: Any) -> Any:
-        """Rounded up."""
+        """Return the quotient a / b, rounded up."""
         return (a + b - 1) // b
 
     # Shapes.
 
     def expand_dims(self, x: Value, axis: int) -> Value:
-        """One dimension more."""
+        """Insert a dimension of size 1."""
         return Value(x.tensor.unsqueeze(axis), x.kind)
 
     def reshape(self, x: Value, *shape: Any) -> Value:
-        """Other sizes."""
+        """Change the sizes of the dimensions."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         return Value(x.tensor.reshape([int(n) for n in sizes]), x.kind)
 
     def ravel(self, x: Value) -> Value:
-        """One dimension."""
+        """Flatten to one dimension."""
         return Value(x.tensor.flatten(), x.kind)
 
     def permute(self, x: Value, *order: Any) -> Value:
-        """Dimensions in another order."""
+        """Reorder the dimensions."""
         axes = order[0] if len(order) == 1 and isinstance(order[0], tuple | list) else order
         return Value(x.tensor.permute([int(n) for n in axes]), x.kind)
 
     def broadcast(self, a: Any, b: Any) -> tuple[Value, ...]:
-        """Both in one shape."""
+        """Broadcast both to one shape."""
         return tuple(broadcast([as_value(a), as_value(b)]))
 
     def join(self, a: Value, b: Value) -> Value:
-        """Side by side in a last dimension."""
+        """Stack two values along a new last dimension."""
         tensors = torch.broadcast_tensors(a.tensor, b.tensor)
         return Value(torch.stack(tensors, -1), a.kind)
 
     def split(self, x: Value) -> tuple[Value, ...]:
-        """Both of the last dimension."""
+        """Split the last dimension, of size 2, into two values."""
         if x.shape[-1] != 2:
             raise Hazard(f"a split of {x.shape}")
         return tuple(Value(each, x.kind) for each in x.tensor.unbind(-1))
 
     def gather(self, x: Value, index: Value, axis: int) -> Value:
-        """Elements by their places."""
+        """Gather elements by their indices along an axis."""
         return Value(x.tensor.gather(axis, index.tensor.long()), x.kind)
 
     def convert_layout(self, x: Value, layout: Any = None, **_: Any) -> Value:
-        """Layouts are not modelled."""
+        """Return x unchanged, since layouts are not modelled."""
         return x
 
     set_auto_layout = multiple_of = max_contiguous = max_constancy = convert_layout
@@ -303,7 +303,7 @@ class Language:
     def associative_scan(
         self, x: Value, axis: int, combine: Callable[..., Value], reverse: bool = False
     ) -> Value:
-        """By a function of two."""
+        """Scan an axis by an associative function of two values."""
         data = x.tensor.movedim(axis, 0)
         data = data.flip(0) if reverse else data
         step = 1
@@ -315,13 +315,13 @@ class Language:
         return Value(data.movedim(0, axis), x.kind)
 
     def cumsum(self, x: Value, axis: int = 0, **_: Any) -> Value:
-        """Running sums."""
+        """Return the running sums along an axis."""
         return Value(x.tensor.cumsum(axis, dtype=x.kind.torch), x.kind)
 
     # Memory.
 
     def load(self, pointer: Value, mask: Any = None, other: Any = None, **_: Any) -> Value:
-        """From global memory; without ``other`` what is hidden is poison."""
+        """Load from global memory; without ``other``, masked elements are poison."""
         there = None if mask is None else as_value(mask)
         rest = None if other is None else as_value(other)
         return self._machine.memory.load(pointer, there, rest)
@@ -367,7 +367,7 @@ class Language:
     def _atomic(
         self, pointer: Value, x: Any, mask: Any, combine: Callable[[Value, Value], Value]
     ) -> Value:
-        """One element after the other."""
+        """Combine elements with global memory, one after the other."""
         self._machine.cta.pause()
         kind = pointer.kind.element
         assert kind is not None

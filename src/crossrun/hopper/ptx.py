@@ -1,9 +1,9 @@
-"""Inline PTX: the instructions that kernels write by hand, on all lanes at once.
+"""Interpreter of inline PTX: the instructions that kernels write by hand, on all lanes at once.
 
 A register is a torch tensor of the bits of all lanes. Lanes whose predicate is false, or that have
-branched past an instruction, keep what they have. Since layouts are not modelled, element i of the
+branched past an instruction, keep their values. Since layouts are not modelled, element i of the
 flattened operands belongs to lane i % 32 of warp i // 32 (with ``pack`` elements a lane), and
-scalars to all lanes of the partition.
+scalars belong to all lanes of the partition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from crossrun.hopper.machine import Machine
 
 _WARP = 32
-# What has no effect here: hints, what orders a warp's or a grid's threads, and what takes time.
+# Instructions without an effect here: hints, those that order a warp's or a grid's threads, and
+# delays.
 _IGNORED = (
     "griddepcontrol.", "bar.warp.sync", "prefetch.", "prefetchu.", "nanosleep.", "createpolicy.",
     "cp.async.bulk.prefetch.", "membar.", "fence.", "discard.", "applypriority.",
@@ -69,7 +70,7 @@ class _Program:
 
 @functools.cache
 def _parse(text: str) -> _Program:
-    """Instructions of a text; braces around it are scopes, those in operands vectors."""
+    """Parse instructions of a text; braces around them are scopes, those in operands vectors."""
     instructions: list[_Instruction] = []
     labels, shared = {}, {}
     text = re.sub(r"//.*|/\*.*?\*/", " ", text)
@@ -104,7 +105,7 @@ def _parse(text: str) -> _Program:
 
 @functools.cache
 def _pairs_of_codes() -> Tensor:
-    """Two float16, as int32, of every two e4m3 codes."""
+    """Return two float16, packed in int32, for every pair of e4m3 codes."""
     codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     return codes.view(torch.float8_e4m3fn).to(torch.float16).view(torch.int32).clone()
 
@@ -123,22 +124,22 @@ def _float(x: Tensor) -> Tensor:
 
 
 def _unsigned(x: Tensor) -> Tensor:
-    """A word as a number of int64."""
+    """Convert a word to an unsigned number in int64."""
     return _bits(x).to(torch.int64) & 0xFFFFFFFF
 
 
 def _word(x: Tensor) -> Tensor:
-    """The low 32 bits of int64."""
+    """Return the low 32 bits of int64."""
     return x.to(torch.int32) if x.dtype == torch.int64 else x
 
 
 def _halves(x: Tensor) -> Tensor:
-    """A register of two float16 as [.., 2]."""
+    """Unpack a register of two float16 to [.., 2]."""
     return _bits(x).contiguous().view(torch.float16).unflatten(-1, (-1, 2))
 
 
 def _brain_halves(x: Tensor) -> Tensor:
-    """A register of two bfloat16 as [.., 2]."""
+    """Unpack a register of two bfloat16 to [.., 2]."""
     return _bits(x).contiguous().view(torch.bfloat16).unflatten(-1, (-1, 2))
 
 
@@ -147,16 +148,16 @@ def _joined(x: Tensor) -> Tensor:
 
 
 class _Run:
-    """One execution."""
+    """One execution of a program."""
 
     def __init__(self, machine: Machine, program: _Program, lanes: int) -> None:
         self.machine = machine
         self.program = program
         self.lanes = lanes
         self.registers: dict[str, Tensor] = {}
-        self.target = torch.zeros(lanes, dtype=torch.int64)  # where a lane goes on
+        self.target = torch.zeros(lanes, dtype=torch.int64)  # instruction at which a lane resumes
         self.branched = False
-        self.active: Tensor | None = None  # None: all
+        self.active: Tensor | None = None  # None if all lanes are active
 
     def run(self) -> None:
         for number, instruction in enumerate(self.program.instructions):
@@ -491,7 +492,7 @@ class _Run:
 class RawShared:
     """Shared memory that inline PTX declares, by address; at first it is garbage.
 
-    Which accesses to it are ordered is not looked at, but its barriers order others.
+    Accesses to it are not checked for order, but its barriers order other accesses.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -511,7 +512,7 @@ class RawShared:
         return self._places[name]
 
     def barrier(self, at: int) -> Barrier:
-        """The mbarrier at an address."""
+        """Return the mbarrier at an address."""
         self._checked(torch.tensor([at, at + 4]))
         return self._barriers.setdefault(at, Barrier(f"the mbarrier at {at:#x}"))
 
@@ -521,15 +522,15 @@ class RawShared:
         return at // 4
 
     def load(self, at: Tensor) -> Tensor:
-        """Words."""
+        """Load words from addresses."""
         return self._words[self._checked(at)]
 
     def store(self, at: Tensor, x: Tensor) -> None:
-        """Words."""
+        """Store words to addresses."""
         self._words[self._checked(at)] = x
 
     def add(self, at: Tensor, x: Tensor, *, wanted: bool) -> Tensor | None:
-        """Add to words, one after the other; what they were before if that is ``wanted``."""
+        """Add to words, one after the other; return their earlier values if ``wanted``."""
         place = self._checked(at)
         if not wanted:
             self._words.index_put_((place,), x, accumulate=True)
@@ -549,7 +550,7 @@ def execute(
     dtype: Any,
     pack: int,
 ) -> Any:
-    """``gl.inline_asm_elementwise``."""
+    """Execute a call of ``gl.inline_asm_elementwise``."""
     program = _parse(text)
     several = isinstance(dtype, tuple | list)
     kinds = [kind_of(each) for each in (dtype if several else [dtype])]

@@ -1,4 +1,4 @@
-"""Triton's driver for kernels that Intel's compiler made and a CPU runs, on tensors of the CPU."""
+"""Triton's driver for kernels compiled by Intel's compiler that run on a CPU, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = {
     "u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "fp32": ctypes.c_float,
     "f32": ctypes.c_float, "fp64": ctypes.c_double,
 }  # fmt: skip
-# A CPU has no limit of its own; this is that of the largest targets.
+# A CPU has no limit, so this is the limit of the largest targets.
 _SHARED_BYTES = 128 * 1024
 # The runtime refuses shared memory of fewer bytes.
 _LEAST_SHARED_BYTES = 8
@@ -30,11 +30,11 @@ class _Utils:
         self._runtime = runtime
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Limits of a launch."""
+        """Return the limits of a launch."""
         return {"max_shared_mem": _SHARED_BYTES, "multiprocessor_count": 1}
 
     def load_binary(self, name: str, module: bytes, *_: Any) -> tuple[Any, Any, int, int]:
-        """Program, kernel, and its registers and spills, which a CPU does not tell."""
+        """Return program, kernel, registers and spills; a CPU does not report the latter two."""
         return None, self._runtime.kernel(module, name), 0, 0
 
 
@@ -48,7 +48,8 @@ def _launcher(runtime: Runtime) -> type:
             self._lanes = metadata.num_warps * metadata.threads_per_warp
 
         def __call__(self, x: int, y: int, z: int, stream: None, kernel: Any, *rest: Any) -> None:
-            # Behind them: packed and launch metadata, two hooks, and the kernel's own arguments.
+            # The arguments behind are packed and launch metadata, two hooks, and the kernel's own
+            # arguments.
             given = rest[4:]
             arguments = [
                 _argument(kind, value)
@@ -73,7 +74,7 @@ class CpuDriver(DriverBase):  # type: ignore[misc]
     """One device, the CPU, and no streams."""
 
     def __init__(self, runtime: Runtime, properties: dict[str, Any]) -> None:
-        """For a runtime; ``properties`` are those of the target that kernels are compiled for."""
+        """Drive a runtime; ``properties`` are those of the target that kernels are compiled for."""
         self.runtime = runtime
         self.utils = _Utils(runtime)
         self.launcher_cls = _launcher(runtime)
@@ -81,15 +82,15 @@ class CpuDriver(DriverBase):  # type: ignore[misc]
 
     @classmethod
     def is_active(cls) -> bool:
-        """It is chosen, never found."""
+        """Return False: this driver is chosen explicitly, never detected."""
         return False
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return the only device, 0."""
         return 0
 
     def get_current_stream(self, device: int) -> None:
-        """None: kernels run when they are launched."""
+        """Return None, since kernels run when they are launched."""
         return None
 
     def get_current_target(self) -> GPUTarget:
@@ -97,13 +98,13 @@ class CpuDriver(DriverBase):  # type: ignore[misc]
         return GPUTarget("xpu", self._properties, 32)
 
     def get_active_torch_device(self) -> torch.device:
-        """The CPU."""
+        """Return torch's CPU device."""
         return torch.device("cpu")
 
     def get_device_interface(self) -> Any:
-        """Torch's module of it."""
+        """Return torch's module of the device."""
         return torch.cpu
 
     def get_benchmarker(self) -> Any:
-        """Refused."""
+        """Raise an error, since there is no benchmarker."""
         raise NotImplementedError("times on this device mean nothing")

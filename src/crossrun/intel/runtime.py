@@ -19,7 +19,8 @@ from typing import Any
 from crossrun.intel.spirv import for_cpu
 
 _LIBRARY = "libintelocl.so"
-# What the runtime loads by name, from where the dynamic linker does not look in an environment.
+# Libraries that the runtime loads by name, and that the dynamic linker does not find in an
+# environment.
 _NEEDED = ("libimf.so", "libintlc.so.5", "libsvml.so", "libirng.so", "libtbb.so.12")
 _CPU = 2
 _VERSION, _NAME = 0x102F, 0x102B
@@ -29,7 +30,7 @@ _DPAS = Path(__file__).with_name("dpas.cl")
 
 
 def _library_path() -> Path | None:
-    """The runtime that is installed into this environment (package intel-opencl-rt)."""
+    """Return the path of this environment's runtime (package intel-opencl-rt), or None."""
     path = Path(sys.prefix) / "lib" / _LIBRARY
     return path if path.exists() else None
 
@@ -92,7 +93,7 @@ class Runtime:
         return f"{self._told(_VERSION)} {self._told(_NAME)}"
 
     def kernel(self, module: bytes, name: str) -> c_void_p:
-        """A kernel of a SPIR-V module, whose DPAS instructions are emulated.
+        """Return a kernel of a SPIR-V module, whose DPAS instructions are emulated.
 
         Raises:
             OpenCLError: the module does not compile, or has no such kernel.
@@ -238,7 +239,7 @@ class Runtime:
 
 
 def _declared(cl: ctypes.CDLL) -> ctypes.CDLL:
-    """Types of arguments, as the OpenCL specification has them; handles are pointers."""
+    """Declare the types of arguments by the OpenCL specification; handles are pointers."""
     pointer, status = c_void_p, POINTER(c_int)
     handles = {
         "clCreateContext": [pointer, c_uint, pointer, pointer, pointer, status],

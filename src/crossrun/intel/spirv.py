@@ -1,8 +1,8 @@
-"""SPIR-V of Intel's Triton compiler as Intel's OpenCL runtime for CPUs takes it.
+"""Adaptation of SPIR-V from Intel's Triton compiler to Intel's OpenCL runtime for CPUs.
 
-The runtime's compiler (2026.2) moves loads whose address is the same for a whole work-group out of
-their branch to where the kernel begins, if a loop with a barrier follows in that branch. Where it
-is not taken, the address may be anybody's. Volatile loads stay where they are, so all loads become
+The runtime's compiler (2026.2) hoists loads whose address is the same for a whole work-group out of
+their branch to the kernel's start, if a loop with a barrier follows in that branch. If the branch
+is not taken, the address may be invalid. Volatile loads are not moved, so all loads become
 volatile; programs then take three times as long to compile.
 """
 
@@ -18,12 +18,12 @@ _EXTENSION, _EXECUTION_MODE, _CAPABILITY, _LOAD = 10, 16, 17, 61
 _KERNEL_ATTRIBUTES = 5892
 _ATTRIBUTE_MODES = range(5893, 5897)
 _EXTENSION_NAME = b"SPV_INTEL_kernel_attributes"
-# A load: its type, result and pointer, and then, if it has any, a mask of memory operands.
+# Words of a load: its type, result and pointer, and then, if present, a mask of memory operands.
 _LOAD_WORDS, _MEMORY_OPERANDS, _VOLATILE = 4, 4, 1
 
 
 def for_cpu(module: bytes) -> bytes:
-    """The module with volatile loads, without what SPV_INTEL_kernel_attributes adds: hints.
+    """Make all loads volatile, and remove the hints that SPV_INTEL_kernel_attributes adds.
 
     Raises:
         ValueError: it is no SPIR-V, or is cut short.

@@ -32,8 +32,9 @@ def window_off_by_one(model: Any) -> Undo:
     """The oldest row of each window is left out by the kernel, not by the list."""
 
     def make(operation: Any) -> Any:
-        def run(q: Any, cache: Any, indices: Any, lengths: Any, **kwargs: Any) -> Any:
-            return operation(q, cache, indices, lengths - 1, **kwargs)
+        def run(q: Any, rows: Any, **kwargs: Any) -> Any:
+            window = rows[0]._replace(lengths=rows[0].lengths - 1)
+            return operation(q, [window, *rows[1:]], **kwargs)
 
         return run
 

@@ -16,7 +16,9 @@ import tempfile
 import torch
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
+from anymla.ops.attention import CacheRows
 from anymla.ops.attention.decode_config import Cut, Schedule
+from anymla.testing.device_bridge import to_device
 
 # Layout, how the work is cut.
 CASES = {
@@ -59,7 +61,7 @@ def scope(kind, tokens, columns, pages, page):
     indices = torch.randint(0, slots, (tokens, columns), dtype=torch.int32)
     indices[:, 3::7], indices[:, 4::9] = -1, slots
     lengths = torch.tensor([columns, columns // 2], dtype=torch.int32)
-    return cache, indices, lengths
+    return CacheRows(cache, kind, indices, lengths)
 
 
 def decode(kind, schedule):
@@ -68,16 +70,13 @@ def decode(kind, schedule):
 
     tokens, heads, channels = 2, schedule.heads, get_layout(kind).channels
     q, sink = torch.randn(tokens, heads, channels).bfloat16(), torch.randn(heads)
-    scopes = [scope(kind, tokens, 70, 3, 64)]
-    more = {"layout": kind, "value_dim": 512, "sink": sink, "backend": "torch"}
+    given = [scope(kind, tokens, 70, 3, 64)]
     if kind == MAIN_FP8:
-        scopes.append(scope(kind, tokens, 150, 9, 2))
-        names = ("extra_cache", "extra_indices", "extra_lengths")
-        more |= dict(zip(names, scopes[1], strict=True))
-    want, want_lse = sparse_attention(q, *scopes[0], **more)
+        given.append(scope(kind, tokens, 150, 9, 2))
+    want, want_lse = sparse_attention(q, given, value_dim=512, sink=sink, backend="torch")
     out = torch.full((tokens, heads, 512), torch.nan).bfloat16().cuda()
     lse = torch.full((tokens, heads), torch.nan).cuda()
-    rows = [launcher.CacheRows.of(*(x.cuda() for x in each), kind) for each in scopes]
+    rows = to_device(given, torch.device("cuda"))
     call = launcher.Call(q.cuda(), rows, sink.cuda(), channels**-0.5, schedule)
     launcher.attend(call, launcher.AttentionOut(out, lse))
     off = (out.cpu().float() - want.float()).norm() / want.float().norm()

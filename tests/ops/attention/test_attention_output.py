@@ -10,9 +10,10 @@ from prefill_cases import prefill
 from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.attention import (
-    prefill_attention_fp8_quant,
+    CacheRows,
+    InverseRopeQuant,
+    prefill_attention,
     sparse_attention,
-    sparse_attention_fp8_quant,
 )
 from anymla.ops.linear import inverse_rope_fp8_quant
 
@@ -56,18 +57,16 @@ def test_prefill(backend, listed):
         4, tokens=tokens, heads=4, dtype=torch.bfloat16, listed=listed, entries=40, window=64
     )
     positions, table = turning(tokens)
-    got = prefill_attention_fp8_quant(
+    got = prefill_attention(
         case.q,
         case.rows,
         case.ranges,
         case.lists,
-        positions,
-        table,
-        n_groups=2,
         window=case.window,
         entries=case.entries,
         sink=case.sink,
         backend=backend,
+        epilogue=InverseRopeQuant(positions, table, 2),
     )
     check(got, case.expected()[0], positions, table, 2)
 
@@ -81,10 +80,16 @@ def test_decode(backend):
     indices = torch.randint(0, 192, (tokens, 33)).int()
     positions, table = turning(tokens)
     sink = torch.randn(4)
-    got = sparse_attention_fp8_quant(
-        q, cache, indices, None, positions, table, n_groups=1, sink=sink, backend=backend
+    got = sparse_attention(
+        q,
+        [CacheRows(cache, MAIN_FP8, indices)],
+        sink=sink,
+        backend=backend,
+        epilogue=InverseRopeQuant(positions, table, 1),
     )
-    out, _ = sparse_attention(q.double(), cache, indices, sink=sink, backend="reference")
+    out, _ = sparse_attention(
+        q.double(), [CacheRows(cache, MAIN_FP8, indices)], sink=sink, backend="reference"
+    )
     check(got, out, positions, table, 1)
 
 
@@ -102,10 +107,13 @@ def test_the_combine_stores_the_bytes_of_separate_calls(dtype, merged):
     lengths = torch.tensor([0, 70]).int()
     positions, table = turning(2)
     keywords = {"sink": torch.randn(3), "batch_invariant": merged, "backend": "triton"}
-    got = sparse_attention_fp8_quant(
-        q, cache, indices, lengths, positions, table, n_groups=3, **keywords
+    got = sparse_attention(
+        q,
+        [CacheRows(cache, MAIN_FP8, indices, lengths)],
+        epilogue=InverseRopeQuant(positions, table, 3),
+        **keywords,
     )
-    out, _ = sparse_attention(q, cache, indices, lengths, **keywords)
+    out, _ = sparse_attention(q, [CacheRows(cache, MAIN_FP8, indices, lengths)], **keywords)
     want = inverse_rope_fp8_quant(out, positions, table, n_groups=3, backend="triton")
     assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
     assert torch.equal(got[1], want[1])
@@ -115,11 +123,21 @@ def test_arguments_are_checked():
     case = prefill(4, tokens=2, heads=4, dtype=torch.bfloat16, listed=False, entries=8)
     positions, table = turning(2)
     with pytest.raises(ValueError, match="multiple of 3 groups"):
-        prefill_attention_fp8_quant(
-            case.q, case.rows, case.ranges, None, positions, table, n_groups=3, window=8
+        prefill_attention(
+            case.q,
+            case.rows,
+            case.ranges,
+            None,
+            window=8,
+            epilogue=InverseRopeQuant(positions, table, 3),
         )
     wrong = dataclasses.replace(case, ranges=case.ranges.long())
     with pytest.raises(TypeError, match="ranges must be int32"):
-        prefill_attention_fp8_quant(
-            case.q, case.rows, wrong.ranges, None, positions, table, n_groups=2, window=8
+        prefill_attention(
+            case.q,
+            case.rows,
+            wrong.ranges,
+            None,
+            window=8,
+            epilogue=InverseRopeQuant(positions, table, 2),
         )

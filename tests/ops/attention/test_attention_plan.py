@@ -5,7 +5,7 @@ import torch
 from paged import a_device
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.ops.attention import sparse_attention, sparse_attention_plan
+from anymla.ops.attention import CacheRows, sparse_attention, sparse_attention_plan
 from anymla.testing.conformance.scene import Scene, scope
 from anymla.testing.device_bridge import on_device, to_device
 
@@ -35,12 +35,12 @@ def test_a_plan_for_other_shapes_is_refused():
     pytest.importorskip("triton")
     launcher = pytest.importorskip("anymla.ops.attention.gluon_sm90_decode_launch")
     q, cache = torch.randn(8, 40, 512).bfloat16(), get_layout(MAIN_FP8).allocate(1, 64)
-    first = (cache, torch.zeros(8, 2048, dtype=torch.int32), counts(*range(8)), MAIN_FP8)
+    slots = torch.zeros(8, 2048, dtype=torch.int32)
+    rows = [CacheRows(cache, MAIN_FP8, slots, counts(*range(8)))]
 
     def call(numbers):
         plan = torch.zeros(numbers, dtype=torch.int32)
-        nothing = (None, None, None, MAIN_FP8)
-        return launcher.Call.of(q, first, nothing, None, None, False, plan)
+        return launcher.Call.of(q, rows, None, None, False, plan)
 
     sms = 1  # of a machine without a GPU
     fitting = 8 + 1

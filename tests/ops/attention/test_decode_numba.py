@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anymla.formats.page_layout import MAIN_FP8, V41_MAIN_FP8_SPLIT, get_layout
 from anymla.ops._few_tokens import FEW_TOKENS
-from anymla.ops.attention import sparse_attention
+from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.device import numba_problem
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.registry import BackendUnavailable
@@ -68,14 +68,10 @@ def test_any_lists_in_any_caches(seed, tokens, heads, widths, pages, layouts, si
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     scene.expected().check((out, lse))
     # A token's result is its own, whatever is beside it.
-    (_, cache, slots, lengths), keywords = scene.arguments()
+    (_, rows), keywords = scene.arguments()
     last = slice(tokens - 1, tokens)
-    for name in ("extra_indices", "extra_lengths"):
-        if name in keywords:
-            keywords[name] = keywords[name][last]
-    alone = sparse_attention(
-        q[last], cache, slots[last], lengths[last], **keywords, backend="numba"
-    )
+    one = [each.part(last) for each in rows]
+    alone = sparse_attention(q[last], one, backend="numba", **keywords)
     assert torch.equal(alone[0], out[last])
     assert torch.equal(alone[1], lse[last])
 
@@ -128,7 +124,9 @@ def test_scores_that_overflow_weigh_nothing_though_they_come_first():
     q = torch.randn(1, 3, 512).bfloat16() / 8
     q[0, :2, 0] = 3e38
     slots = torch.arange(40, dtype=torch.int32)[None]
-    out, lse = sparse_attention(q, cache, slots, backend="numba")
-    want, exact = sparse_attention(q.double(), cache, slots, backend="reference")
+    out, lse = sparse_attention(q, [CacheRows(cache, MAIN_FP8, slots)], backend="numba")
+    want, exact = sparse_attention(
+        q.double(), [CacheRows(cache, MAIN_FP8, slots)], backend="reference"
+    )
     torch.testing.assert_close(out.double(), want, atol=0.02, rtol=0.02)
     torch.testing.assert_close(lse.double(), exact.double(), atol=1e-3, rtol=1e-3)

@@ -7,8 +7,8 @@ import torch
 from paged import a_device
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.attention import decode_support as support
-from anymla.ops.attention import sparse_attention
 from anymla.ops.device import TARGETS, Support
 from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.expected import attend
@@ -52,14 +52,18 @@ def hopper(monkeypatch):
     monkeypatch.setattr(support, "triton_support", lambda q: Support(True))
 
 
-def asked(q=None, cache=None, **keywords):
-    return support.gluon_attention_support(q or fake(), cache or Cache(), None, **keywords)
+def asked(q=None, cache=None, layout=MAIN_FP8, extra=(), **keywords):
+    """The kernels' answer; ``extra`` is the second cache and its layout."""
+    rows = [CacheRows(cache or Cache(), layout, None)]
+    if extra:
+        rows.append(CacheRows(*extra, None))
+    return support.gluon_attention_support(q or fake(), rows, **keywords)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_they_take():
     assert asked()
-    assert asked(extra_cache=Cache(stride=1728, entries=2))
+    assert asked(extra=(Cache(stride=1728, entries=2), MAIN_FP8))
     assert asked(fake(torch.float16))
     assert not asked(fake(torch.float16)).automatic
 
@@ -70,9 +74,9 @@ def test_what_they_take():
     [
         ("bfloat16 or float16", {"q": fake(torch.float32)}),
         ("v4_main_fp8", {"layout": "rows_bf16_512"}),
-        ("v4_main_fp8", {"extra_cache": Cache(), "extra_layout": "rows_bf16_512"}),
+        ("v4_main_fp8", {"extra": (Cache(), "rows_bf16_512")}),
         ("16 bytes", {"cache": Cache(at=8)}),
-        ("16 bytes", {"extra_cache": Cache(stride=37448)}),
+        ("16 bytes", {"extra": (Cache(stride=37448), MAIN_FP8)}),
         ("below", {"cache": Cache(entries=1 << 24)}),
         ("scale", {"scale": -0.1}),
         ("scale", {"scale": 0.0}),
@@ -101,13 +105,18 @@ def test_lists_without_lengths_get_endless_ones(monkeypatch):
     monkeypatch.setattr(launcher, "_endless", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    cpu = torch.device("cpu")
+
+    def lengths_of(tokens, given=None):
+        indices = torch.zeros(tokens, 1, dtype=torch.int32)
+        rows = CacheRows(torch.zeros(1, 1, 584), MAIN_FP8, indices, given)
+        return launcher._with_lengths(rows).lengths
+
     given = torch.tensor([3], dtype=torch.int32)
-    assert launcher._lengths(given, 1, cpu) is given
-    assert launcher._lengths(None, 1, cpu) is None
+    assert lengths_of(1, given) is given
+    assert lengths_of(1) is None
     capturing[0] = False
     for tokens in (1, 5000, 20):
-        made = launcher._lengths(None, tokens, cpu)
+        made = lengths_of(tokens)
         assert made.dtype == torch.int32
         assert made.tolist() == [2**31 - 1] * tokens
 
@@ -145,9 +154,9 @@ def test_any_number_of_heads_and_tokens(attention, heads, tokens, batch_invarian
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     if batch_invariant:
         last = slice(tokens - 1, tokens)
-        keywords |= {name: keywords[name][last] for name in ("extra_indices", "extra_lengths")}
+        q, rows = arguments
         alone = attention(
-            arguments[0][last], arguments[1], arguments[2][last], arguments[3][last], **keywords,
+            q[last], [each.part(last) for each in rows], **keywords,
             batch_invariant=True, backend=BACKEND,
         )  # fmt: skip
         assert all(torch.equal(a, b[last]) for a, b in zip(alone, first, strict=True))
@@ -204,8 +213,8 @@ def test_nan_reaches_those_who_list_it_and_nobody_else(attention, heads, tokens)
 def test_a_graph_follows_the_lengths(attention, heads):
     tokens, width, device = 140, 1000, a_device()
     made = Scene(torch.randn(tokens, heads, 512).bfloat16(), scope(tokens, width))
-    q, cache, indices, counts = (to_device(each, device) for each in made.arguments()[0])
-    run = lambda: sparse_attention(q, cache, indices, counts, backend=BACKEND)  # noqa: E731
+    q, rows = to_device(made.arguments()[0], device)
+    run = lambda: sparse_attention(q, rows, backend=BACKEND)  # noqa: E731
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -214,6 +223,6 @@ def test_a_graph_follows_the_lengths(attention, heads):
     for seed in range(3):
         torch.manual_seed(seed)
         made.main.lengths.copy_(torch.tensor(lengths(width, tokens)))
-        counts.copy_(made.main.lengths)
+        rows[0].lengths.copy_(made.main.lengths)
         graph.replay()
         made.expected().check((out.cpu(), lse.cpu()))

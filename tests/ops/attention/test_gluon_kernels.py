@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.triton_rows import row_codec
-from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
+from anymla.ops._epilogue import InverseRopeQuant, QuantizedOut, epilogue_pointers
 from anymla.ops.attention import decode_config as config
 from anymla.ops.attention.decode_config import TILE_COST, Cut, Schedule, tile_heads
 from anymla.ops.attention.gluon_sm90_decode_launch import plan_numbers, schedule_constants
@@ -184,7 +184,7 @@ def test_the_combine_stores_the_fp8_that_a_second_kernel_would(way, monkeypatch)
     combined(*numbers, out, lse, -torch.inf)
     assert out.any(-1)[0].all()
     table, positions = torch.randn(9, 64), torch.tensor([8, 3])
-    to = QuantizedOut.allocate(out, positions, table, native=False)
+    to = QuantizedOut.allocate(out, InverseRopeQuant(positions, table, 1), native=False)
     to.codes[:], to.scales[:] = 0, 1
     combined(*numbers, out, torch.empty_like(lse), -torch.inf, to)
     want = inverse_rope_fp8_quant(out, positions, table, n_groups=4, backend="triton")
@@ -267,7 +267,7 @@ def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads, w
     schedule = schedule_of(heads, 4, way, 3)
     table, positions = torch.randn(9, 64), torch.tensor([8, 3, 0, 5])
     out, _ = run(made, schedule)
-    to = QuantizedOut.allocate(made.q, positions, table, native=False)
+    to = QuantizedOut.allocate(made.q, InverseRopeQuant(positions, table, 1), native=False)
     run(made, schedule, to=to)
     want = inverse_rope_fp8_quant(out, positions, table, n_groups=1, backend="triton")
     got = to.results(1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.ops.attention import sparse_attention
+from anymla.ops.attention import CacheRows, sparse_attention
 
 PAGES, PAGE, BYTES = 16, 64, 2_500_000_000
 
@@ -28,12 +28,12 @@ def small_cache(kind):
 def call_of(kind, heads, tokens):
     q = torch.randn(tokens, heads, get_layout(kind).channels).bfloat16()
     indices = torch.randint(0, PAGES * PAGE, (tokens, 300), dtype=torch.int32)
-    return q, indices, {"layout": kind, "value_dim": 512, "sink": torch.randn(heads)}
+    return q, indices, {"value_dim": 512, "sink": torch.randn(heads)}
 
 
-def on_gpu(q, cache, indices, more, **keywords):
-    more = more | {"sink": more["sink"].cuda(), "backend": "gluon_sm90"} | keywords
-    return sparse_attention(q.cuda(), cache, indices.cuda(), **more)
+def on_gpu(q, cache, kind, indices, more):
+    more = more | {"sink": more["sink"].cuda(), "backend": "gluon_sm90"}
+    return sparse_attention(q.cuda(), [CacheRows(cache, kind, indices.cuda())], **more)
 
 
 @pytest.mark.parametrize(("kind", "heads"), [(MAIN_FP8, 16), (MAIN_FP8, 64), (V32_FP8, 64)])
@@ -48,8 +48,8 @@ def test_rows_beyond_two_gibibytes(kind, heads, tokens):
     memory[first : first + len(bytes_of)] = bytes_of.cuda()
     large = memory.as_strided((pages, *small.shape[1:]), small.stride())
     q, indices, more = call_of(kind, heads, tokens)
-    want = on_gpu(q, small.cuda(), indices, more)
-    got = on_gpu(q, large, indices + (pages - PAGES) * PAGE, more)
+    want = on_gpu(q, small.cuda(), kind, indices, more)
+    got = on_gpu(q, large, kind, indices + (pages - PAGES) * PAGE, more)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -59,7 +59,8 @@ def test_two_streams_at_a_time():
     calls = []
     for kind, heads, tokens in ((MAIN_FP8, 64, 150), (V32_FP8, 64, 5), (MAIN_FP8, 16, 9)):
         q, indices, more = call_of(kind, heads, tokens)
-        calls.append((q.cuda(), caches[kind], indices.cuda(), more | {"sink": more["sink"].cuda()}))
+        more["sink"] = more["sink"].cuda()
+        calls.append((q.cuda(), caches[kind], kind, indices.cuda(), more))
     alone = [on_gpu(*call) for call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]

@@ -84,26 +84,25 @@ def poisoned(shape, dtype, device):
 
 def repeated(heads, tokens, width, extra, way):
     """A call, its blocks, and the same by another backend."""
+    from anymla.ops.attention import CacheRows, sparse_attention
     from anymla.ops.attention import gluon_sm90_decode_launch as launcher
-    from anymla.ops.attention import sparse_attention
 
     kind = V32_FP8 if extra is None else MAIN_FP8
-    scopes = []
+    rows = []
     for columns, page in ((width, 64), (extra, 2)):
         if columns is None:
             continue
         indices = torch.randint(-50, 1 << 14, (tokens, columns), dtype=torch.int32, device="cuda")
         lengths = torch.randint(0, columns + 1, (tokens,), dtype=torch.int32, device="cuda")
         lengths[::9] = 0
-        scopes.append((cache(kind, 1 << 14, page), indices, lengths))
+        rows.append(CacheRows(cache(kind, 1 << 14, page), kind, indices, lengths))
     q = torch.randn(tokens, heads, get_layout(kind).channels, device="cuda").bfloat16()
     sink = torch.randn(heads, device="cuda")
-    widths = tuple(each[1].shape[1] for each in scopes)
+    widths = tuple(each.width for each in rows)
     schedule = schedule_of(heads, tokens, widths, way)
     plan = None
     if way == "planned":
-        plan = launcher.make_plan(schedule, tokens, *(each[2] for each in scopes), widths)
-    rows = [launcher.CacheRows.of(*each, kind) for each in scopes]
+        plan = launcher.make_plan(schedule, tokens, *(each.lengths for each in rows), widths)
     call = launcher.Call(q, rows, sink, q.shape[2] ** -0.5, schedule, plan)
     out = torch.empty(tokens, heads, 512, dtype=q.dtype, device="cuda")
     lse = torch.empty(tokens, heads, device="cuda")
@@ -111,12 +110,9 @@ def repeated(heads, tokens, width, extra, way):
     def run():
         launcher.attend(call, launcher.AttentionOut(out, lse))
 
-    more = {"layout": kind, "value_dim": 512, "sink": sink, "backend": "triton"}
-    if extra is not None:
-        names = ("extra_cache", "extra_indices", "extra_lengths")
-        more |= dict(zip(names, scopes[1], strict=True))
-    expected = sparse_attention(q, *scopes[0], **more)
-    blocks = sum((each[2] + 63) // 64 for each in scopes).clamp(min=1).sum() * schedule.head_tiles
+    expected = sparse_attention(q, rows, value_dim=512, sink=sink, backend="triton")
+    blocks = sum((each.lengths + 63) // 64 for each in rows).clamp(min=1).sum()
+    blocks *= schedule.head_tiles
     label = f"{kind}, {heads} heads, {tokens} tokens, {way}"
     return Repeated(label, run, (out, lse), int(blocks)), expected
 

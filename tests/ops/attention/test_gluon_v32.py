@@ -161,7 +161,7 @@ def test_what_it_takes_and_refuses():
     assert wide_call(heads=128)
     for reason, arguments in (
         ("more than 32 heads", {"heads": 32}),
-        ("one cache", {"extra_cache": Cache(), "extra_layout": V32_FP8}),
+        ("one cache", {"extra": (Cache(), V32_FP8)}),
         ("channels", {"value_dim": None}),
         ("channels", {"value_dim": 500}),
         ("bfloat16", {"q": fake(torch.float16, shape=(2, 64, CHANNELS))}),
@@ -202,9 +202,9 @@ def test_any_number_of_tokens(attention, heads, tokens, batch_invariant):
     again = attention(*arguments, **keywords)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     if batch_invariant:
-        q, cache, *lists = arguments
+        q, rows = arguments
         last = slice(tokens - 1, tokens)
-        alone = attention(q[last], cache, *(each[last] for each in lists), **keywords)
+        alone = attention(q[last], [each.part(last) for each in rows], **keywords)
         assert all(torch.equal(a, b[last]) for a, b in zip(alone, first, strict=True))
 
 

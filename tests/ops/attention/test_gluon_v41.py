@@ -18,7 +18,7 @@ from anymla.formats.page_layout import (
     get_layout,
 )
 from anymla.ops._epilogue import QuantizedOut
-from anymla.ops.attention import sparse_attention, sparse_attention_fp8_quant
+from anymla.ops.attention import InverseRopeQuant, sparse_attention
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.scene import Scene, scope
@@ -87,7 +87,7 @@ def test_heads_leave_as_the_fp8_that_a_second_kernel_would_make_of_them(heads, w
     made, schedule = Scene(q, main, extra, torch.zeros(heads)), schedule_of(heads, 4, way, 3)
     table, positions = torch.randn(9, 64), torch.tensor([8, 3, 0, 5])
     out, _ = run(made, schedule)
-    to = QuantizedOut.allocate(made.q, positions, table, native=False)
+    to = QuantizedOut.allocate(made.q, InverseRopeQuant(positions, table, 1), native=False)
     run(made, schedule, to=to)
     want = inverse_rope_fp8_quant(out, positions, table, n_groups=1, backend="triton")
     got = to.results(1)
@@ -180,15 +180,12 @@ def test_the_lse_of_a_token_without_rows_is_what_was_asked_for():
 @pytest.mark.usefixtures("hopper")
 def test_what_they_take_and_refuse():
     for first, second in PAIRS:
-        more = {} if second is None else {"extra_cache": Cache(), "extra_layout": second}
-        answer = asked(layout=first, **more)
+        answer = asked(layout=first, extra=() if second is None else (Cache(), second))
         assert answer.automatic
     for first, second in ((MAIN_FP8, FP4), (FP8, MAIN_FP8), (FP8, "rows_bf16_512")):
-        answer = asked(layout=first, extra_cache=Cache(), extra_layout=second)
+        answer = asked(layout=first, extra=(Cache(), second))
         assert not answer
         assert "layouts" in answer.reason
-    # Without a second cache its layout says nothing.
-    assert asked(layout=FP8, extra_layout=MAIN_FP8)
 
 
 # What they compute ------------------------------------------------------------------------------
@@ -231,8 +228,8 @@ def test_quantised_heads_on_a_gpu(device, heads, tokens):
     want = on_device(inverse_rope_fp8_quant, device)(
         out, positions, table, n_groups=2, backend="triton"
     )
-    got = on_device(sparse_attention_fp8_quant, device)(
-        *arguments, positions, table, n_groups=2, **keywords
+    got = on_device(sparse_attention, device)(
+        *arguments, epilogue=InverseRopeQuant(positions, table, 2), **keywords
     )
     assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
     assert torch.equal(got[1], want[1])

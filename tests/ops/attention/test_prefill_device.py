@@ -11,10 +11,13 @@ from paged import a_device
 from prefill_cases import Prefill, prefill
 
 from anymla.formats.fp8_block import dequantize_fp8_rows
-from anymla.ops.attention import prefill_attention_fp8_quant, sparse_attention_rows
+from anymla.ops.attention import (
+    InverseRopeQuant,
+    prefill_attention,
+    sparse_attention_rows,
+)
 from anymla.ops.attention import prefill_config as config
 from anymla.ops.attention.decode_support import gluon_rows_support
-from anymla.ops.attention.prefill_config import gluon_prefill_fp8_quant_support as quantised_support
 from anymla.ops.device import TARGETS, target_of
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.registry import Support
@@ -45,13 +48,17 @@ def hopper(monkeypatch):
     monkeypatch.setattr(config, "runs_on", lambda device: Support(True))
 
 
+def turning_by(channels):
+    table = types.SimpleNamespace(shape=(9, channels), dtype=torch.float32)
+    return InverseRopeQuant(None, table, 2)
+
+
 @pytest.mark.usefixtures("hopper")
 def test_what_it_takes():
     assert config.gluon_prefill_support(fake(), Rows())
     assert config.gluon_prefill_support(fake(torch.float16), Rows(dtype=torch.float16))
     assert config.gluon_prefill_support(fake(shape=(1, 1, 512)), Rows())
-    table = types.SimpleNamespace(shape=(9, 64), dtype=torch.float32)
-    assert quantised_support(fake(), Rows(), None, None, None, table)
+    assert config.gluon_prefill_support(fake(), Rows(), epilogue=turning_by(64))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -72,17 +79,15 @@ def test_what_it_leaves_to_others(q, rows, reason):
 
 @pytest.mark.usefixtures("hopper")
 def test_angles_that_it_does_not_turn_by():
-    table = types.SimpleNamespace(shape=(9, 32), dtype=torch.float32)
-    assert not quantised_support(fake(), Rows(), None, None, None, table)
+    assert not config.gluon_prefill_support(fake(), Rows(), epilogue=turning_by(32))
 
 
 @pytest.mark.usefixtures("hopper")
-def test_both_operations_take_the_same_scales():
-    table = types.SimpleNamespace(shape=(9, 64), dtype=torch.float32)
+def test_scales_that_it_does_not_take():
     for scale in (0.0, -1.0, 1e30):
-        given = (fake(), Rows(), None, None)
-        assert not config.gluon_prefill_support(*given, scale=scale)
-        assert not quantised_support(*given, None, table, scale=scale)
+        for epilogue in (None, turning_by(64)):
+            refused = config.gluon_prefill_support(fake(), Rows(), scale=scale, epilogue=epilogue)
+            assert not refused
 
 
 def test_other_machines(monkeypatch):
@@ -195,10 +200,17 @@ def test_rotated_and_quantised(device, heads):
     angles = torch.randn(300, 32, device=device)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     positions = torch.randint(0, 300, (80,), device=device)
-    codes, scales = prefill_attention_fp8_quant(
-        case.q, case.rows, case.ranges, case.lists, positions, table, n_groups=8,
-        window=case.window, entries=case.entries, sink=case.sink, backend=BACKEND,
-    )  # fmt: skip
+    codes, scales = prefill_attention(
+        case.q,
+        case.rows,
+        case.ranges,
+        case.lists,
+        window=case.window,
+        entries=case.entries,
+        sink=case.sink,
+        backend=BACKEND,
+        epilogue=InverseRopeQuant(positions, table, 8),
+    )
     want, want_scales = inverse_rope_fp8_quant(
         case.expected()[0].float(), positions, table, n_groups=8, backend="reference"
     )

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall as Case
+from anymla.bench.kernels import backend
 from anymla.bench.random_caches import shared_rows
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.ops.attention import sparse_attention
+from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.attention.decode_shapes import V32_DECODE, AttentionShape
 
 _PAGE = 64
@@ -22,7 +22,7 @@ _TOKENS = (1, 8, 32, 128)
 
 
 def cases() -> Iterator[Case]:
-    """Decode of Flash and of its shards, Pro, windows alone, prefill, and V3.2's rows."""
+    """Yield decode of Flash and of its shards, Pro, windows alone, prefill, and V3.2's rows."""
     for heads in (64, 32, 16, 8):
         for tokens in (*_TOKENS, 256) if heads == 64 else _TOKENS:
             yield _case(AttentionShape(tokens, heads, 128, 512))
@@ -56,28 +56,26 @@ def _layout(shape: AttentionShape) -> str:
 def _setup(shape: AttentionShape, batch_invariant: bool) -> Callable[[], object]:
     q = torch.randn(shape.tokens, shape.heads, shape.dim).bfloat16()
     sink = torch.randn(shape.heads)
-    extra = shape.entries > 0
-    layout, device = _layout(shape), torch.get_default_device()
+    rows = [_rows(shape, _WINDOW_SLOTS, shape.window)]
+    if shape.entries:
+        rows.append(_rows(shape, _ENTRY_SLOTS, shape.entries))
     return functools.partial(
         sparse_attention,
         q,
-        shared_rows(layout, _WINDOW_SLOTS, _PAGE, device),
-        _slots(_WINDOW_SLOTS, shape.tokens, shape.window),
-        _lengths(shape.tokens, shape.window),
+        rows,
         sink=sink,
-        extra_cache=shared_rows(layout, _ENTRY_SLOTS, _PAGE, device) if extra else None,
-        extra_indices=_slots(_ENTRY_SLOTS, shape.tokens, shape.entries) if extra else None,
-        extra_lengths=_lengths(shape.tokens, shape.entries) if extra else None,
-        layout=layout,
         value_dim=shape.values,
         batch_invariant=batch_invariant,
         backend=backend(),
     )
 
 
-def _slots(size: int, tokens: int, width: int) -> Tensor:
-    return torch.randint(0, size, (tokens, width), dtype=torch.int32)
-
-
-def _lengths(tokens: int, width: int) -> Tensor:
-    return torch.full((tokens,), width, dtype=torch.int32)
+def _rows(shape: AttentionShape, size: int, width: int) -> CacheRows:
+    """Draw ``width`` rows for each token from a cache of ``size`` slots."""
+    layout, tokens = _layout(shape), shape.tokens
+    return CacheRows(
+        shared_rows(layout, size, _PAGE, torch.get_default_device()),
+        layout,
+        torch.randint(0, size, (tokens, width), dtype=torch.int32),
+        torch.full((tokens,), width, dtype=torch.int32),
+    )

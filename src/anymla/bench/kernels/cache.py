@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import DECODING, TimedCall, backend, normal, step_call
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.formats.state_layout import allocate_states
@@ -35,11 +35,10 @@ from anymla.ops.norm_rope import (
 from anymla.ops.norm_rope.shapes import V4_FLASH
 
 TOKENS = (1, 64, 4096, 32768)
-_DECODE = 64
 _HEADS, _DIM, _RANK = V4_FLASH.heads, V4_FLASH.channels, V4_FLASH.q_rank
 _EPS = 1e-6
 
-# What a compressor is called, its sizes, the layout of its entries, Hadamard.
+# Compressors by name, with their sizes, the layout of their entries, and Hadamard.
 _COMPRESSORS = (
     ("C4", V4_RATIO4, MAIN_FP8, False),
     ("C128", V4_RATIO128, MAIN_FP8, False),
@@ -48,8 +47,8 @@ _COMPRESSORS = (
 )
 
 
-def cases(tokens: Sequence[int] = TOKENS) -> Iterator[Case]:
-    """Every operation at every number of tokens."""
+def cases(tokens: Sequence[int] = TOKENS) -> Iterator[TimedCall]:
+    """Yield every operation at every number of tokens."""
     row = get_layout(MAIN_FP8).entry_bytes
     for count in tokens:
         heads = 2 * 2 * _HEADS * _DIM
@@ -64,15 +63,11 @@ def cases(tokens: Sequence[int] = TOKENS) -> Iterator[Case]:
             ("dequant_gather_slots", _gather_slots, (2 * _DIM + 4 + row) * count),
             ("dequantize_and_gather_k_cache", _gather_rows, (2 * _DIM + row) * count),
         ):
-            yield _case(f"{name}, {count} tokens", functools.partial(setup, count), moved, count)
+            yield step_call(
+                f"{name}, {count} tokens", functools.partial(setup, count), moved, count
+            )
         for kind in _COMPRESSORS:
             yield from _compressor_cases(kind, count)
-
-
-def _case(
-    label: str, setup: Callable[[], Callable[[], object]], bytes_moved: int, tokens: int
-) -> Case:
-    return Case(label, setup, bytes_moved, beside_copy=tokens > _DECODE)
 
 
 def _table(positions: int) -> Tensor:
@@ -81,12 +76,8 @@ def _table(positions: int) -> Tensor:
     )
 
 
-def _normal(*size: int) -> Tensor:
-    return torch.randn(size, dtype=torch.bfloat16)
-
-
 def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache for that many rows, the pages of one request in any order, and the rows' slots."""
+    """Make a cache for that many rows, one request's pages in any order, and the rows' slots."""
     pages = -(-rows // PAGE_SIZE)
     with torch.device("cpu"):
         table = torch.randperm(pages)
@@ -98,28 +89,28 @@ def _pages(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rms_norm(tokens: int) -> Callable[[], object]:
-    x, weight = _normal(tokens, V4_FLASH.hidden), _normal(V4_FLASH.hidden)
+    x, weight = normal(tokens, V4_FLASH.hidden), normal(V4_FLASH.hidden)
     return lambda: rms_norm(x, weight, _EPS, backend=backend())
 
 
 def _fused_norms(tokens: int) -> Callable[[], object]:
-    qr, kv = _normal(tokens, _RANK + _DIM).split((_RANK, _DIM), dim=1)
-    weights = _normal(_RANK), _normal(_DIM)
+    qr, kv = normal(tokens, _RANK + _DIM).split((_RANK, _DIM), dim=1)
+    weights = normal(_RANK), normal(_DIM)
     quantised = QuantizedRows.empty(tokens, _RANK, qr.device)
     codes = {"codes": quantised.codes, "code_scales": quantised.scales}
     return lambda: fused_q_kv_rmsnorm(qr, kv, *weights, _EPS, **codes, backend=backend())
 
 
 def _rope(tokens: int) -> Callable[[], object]:
-    x, positions, table = _normal(tokens, _HEADS, _DIM), torch.arange(tokens), _table(tokens)
+    x, positions, table = normal(tokens, _HEADS, _DIM), torch.arange(tokens), _table(tokens)
     return lambda: rope(x, positions, table, inverse=True, backend=backend())
 
 
 def _qnorm_insert(tokens: int) -> Callable[[], object]:
     q, kv, out = (
-        _normal(tokens, _HEADS, _DIM),
-        _normal(tokens, _DIM),
-        _normal(tokens, _HEADS, _DIM),
+        normal(tokens, _HEADS, _DIM),
+        normal(tokens, _DIM),
+        normal(tokens, _HEADS, _DIM),
     )
     (cache, _, slots), table = _pages(tokens), _table(tokens)
     positions = torch.arange(tokens)
@@ -129,34 +120,36 @@ def _qnorm_insert(tokens: int) -> Callable[[], object]:
 
 
 def _insert(tokens: int) -> Callable[[], object]:
-    (cache, _, slots), rows = _pages(tokens), _normal(tokens, _DIM)
+    (cache, _, slots), rows = _pages(tokens), normal(tokens, _DIM)
     return lambda: quantize_and_insert_k_cache(rows, cache, slots, backend=backend())
 
 
 def _gather_slots(tokens: int) -> Callable[[], object]:
-    (cache, _, slots), out = _pages(tokens), _normal(tokens, _DIM)
+    (cache, _, slots), out = _pages(tokens), normal(tokens, _DIM)
     indices = slots.int()
     return lambda: dequant_gather_slots(out, cache, indices, backend=backend())
 
 
 def _gather_rows(tokens: int) -> Callable[[], object]:
-    (cache, table, _), out = _pages(tokens), _normal(1, tokens, _DIM)
+    (cache, table, _), out = _pages(tokens), normal(1, tokens, _DIM)
     lengths = torch.full((1,), tokens, dtype=torch.int32)
     return lambda: dequantize_and_gather_k_cache(
         out, cache, lengths, None, table.unsqueeze(0), backend=backend()
     )
 
 
-def _compressor_cases(kind: tuple[str, CompressorShape, str, bool], tokens: int) -> Iterator[Case]:
+def _compressor_cases(
+    kind: tuple[str, CompressorShape, str, bool], tokens: int
+) -> Iterator[TimedCall]:
     name, shape, layout, hadamard = kind
     window, entries = shape.window, shape.page_size
     ratio, dim, width, page = window.ratio, window.channels, window.width, window.page_size
-    decoding = tokens <= _DECODE
+    decoding = tokens <= DECODING
     closed = tokens if decoding else tokens // ratio
     states = window.states
 
     def scene() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """State cache, block tables, and the tokens' state slots, requests and positions."""
+        """Make a state cache, block tables, and the tokens' state slots, requests and positions."""
         if decoding:
             requests, positions = torch.arange(tokens), torch.full((tokens,), states - 1)
         else:
@@ -202,14 +195,16 @@ def _compressor_cases(kind: tuple[str, CompressorShape, str, bool], tokens: int)
         )
 
     size = f"{name}, {tokens} tokens"
-    if layout != INDEX_MXFP4:  # the states are the same whatever the entries are
+    if layout != INDEX_MXFP4:  # the states do not depend on the entries' format
         saved = (2 * 2 * width * 4 + 16) * tokens
-        yield _case(f"save_partial_states {size}", functools.partial(save, tokens), saved, tokens)
+        yield step_call(
+            f"save_partial_states {size}", functools.partial(save, tokens), saved, tokens
+        )
     read = 2 * states * dim * 4
     moved = (read + get_layout(layout).entry_bytes) * closed + 28 * tokens
     label = f"compress_norm_rope_insert {size}, {layout}{' with Hadamard' if hadamard else ''}"
     setup = functools.partial(compress, tokens)
-    if decoding and moved > 2**24:  # no longer a matter of latency
-        yield Case(label, setup, moved, beside_copy=True)
+    if decoding and moved > 2**24:  # latency no longer dominates
+        yield TimedCall(label, setup, moved, beside_copy=True)
     else:
-        yield _case(label, setup, moved, tokens)
+        yield step_call(label, setup, moved, tokens)

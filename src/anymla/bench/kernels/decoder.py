@@ -70,7 +70,7 @@ def _step(requests: int, clock: Clock) -> Iterator[Subject]:
 
 
 def _step_us(requests: int, device: torch.device) -> float:
-    """Median microseconds of a decode step of an engine, its launches by the host included."""
+    """Measure the median microseconds of an engine's decode step, with the host's launches."""
     with tempfile.TemporaryDirectory(prefix="anymla-bench-") as folder:
         checkpoint = Path(folder) / "tiny"
         write_tiny_checkpoint(checkpoint, TinyOptions())

@@ -1,6 +1,6 @@
 """Speed cases of V4.1's n-grams at its sizes, beside torch's form of the same.
 
-Timed are the decoding of a token's rows and the gates; the product between is a linear layer.
+They time the decoding of a token's rows and the gates; the product in between is a linear layer.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall, backend, normal, step_call
 from anymla.ops.engram import engram_gate, engram_rows
 from anymla.ops.engram.shapes import V41_FLASH, EngramShape
 
 TOKENS = (1, 8, 128, 4096)
-_FEW = 64
 _Call = Callable[[], object]
 
 
-def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Iterator[Case]:
-    """Both operations at every number of tokens, and torch's beside them."""
+def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Iterator[TimedCall]:
+    """Yield both operations at every number of tokens, and torch's beside them."""
     read = shape.columns * shape.width
     row = 2 * shape.hidden
     for count in tokens:
@@ -35,8 +34,8 @@ def cases(tokens: Sequence[int] = TOKENS, shape: EngramShape = V41_FLASH) -> Ite
             made = functools.partial(setup, count, shape)
             label = f"{name}, {count} tokens"
             ours = functools.partial(made, backend())
-            yield Case(label, ours, moved, beside_copy=count > _FEW)
-            yield Case(f"{label}, torch", functools.partial(made, "torch"), moved)
+            yield step_call(label, ours, moved, count)
+            yield TimedCall(f"{label}, torch", functools.partial(made, "torch"), moved)
 
 
 def _rows(tokens: int, shape: EngramShape, backend: str | None) -> _Call:
@@ -48,7 +47,7 @@ def _rows(tokens: int, shape: EngramShape, backend: str | None) -> _Call:
 
 
 def _gate(tokens: int, shape: EngramShape, backend: str | None) -> _Call:
-    h = torch.randn(tokens, shape.streams, shape.hidden, dtype=torch.bfloat16)
-    projected = torch.randn(tokens, (shape.streams + 1) * shape.hidden, dtype=torch.bfloat16)
+    h = normal(tokens, shape.streams, shape.hidden)
+    projected = normal(tokens, (shape.streams + 1) * shape.hidden)
     weight = 1 + 0.1 * torch.randn(shape.streams, shape.hidden)
     return functools.partial(engram_gate, h, projected, weight, eps=1e-20, backend=backend)

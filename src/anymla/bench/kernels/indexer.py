@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall, backend, normal
 from anymla.formats.page_layout import INDEX_FP8, get_layout
 from anymla.ops.indexer import (
     indexer_q_rope_quant,
@@ -28,8 +28,8 @@ _DECODES = (1, 32, 128)
 _ENTRIES = (8192, 32_768)
 
 
-def cases() -> Iterator[Case]:
-    """All cases."""
+def cases() -> Iterator[TimedCall]:
+    """Yield all cases of the indexer."""
     yield from _queries()
     for batch in _DECODES:
         for entries in _ENTRIES:
@@ -40,12 +40,12 @@ def cases() -> Iterator[Case]:
     yield from _selection()
 
 
-def _queries() -> Iterator[Case]:
+def _queries() -> Iterator[TimedCall]:
     for tokens in (1, 64, 4096):
 
         def setup(tokens: int = tokens) -> Callable[[], object]:
-            q = torch.randn(tokens, _HEADS, _WIDTH, dtype=torch.bfloat16)
-            weights = torch.randn(tokens, _HEADS, dtype=torch.bfloat16)
+            q = normal(tokens, _HEADS, _WIDTH)
+            weights = normal(tokens, _HEADS)
             positions = torch.randint(0, 65_536, (tokens,))
             table = torch.rand(65_536, 64)
             return lambda: indexer_q_rope_quant(
@@ -59,7 +59,7 @@ def _queries() -> Iterator[Case]:
             )
 
         moved = tokens * _HEADS * (_WIDTH * 3 + 2 + 4)
-        yield Case(f"indexer_q_rope_quant fp8, {tokens} tokens", setup, moved)
+        yield TimedCall(f"indexer_q_rope_quant fp8, {tokens} tokens", setup, moved)
 
 
 def _codes(*shape: int) -> Tensor:
@@ -67,7 +67,7 @@ def _codes(*shape: int) -> Tensor:
 
 
 def _paged_keys(requests: int, entries: int) -> tuple[Tensor, Tensor]:
-    """A cache of coded keys and a block table of shuffled pages."""
+    """Make a cache of coded keys and a block table of shuffled pages."""
     layout = get_layout(INDEX_FP8)
     pages = requests * entries // _PAGE
     cache = layout.allocate(pages, _PAGE, device=torch.get_default_device())
@@ -83,7 +83,7 @@ def _flops(rows: int, keys: int) -> int:
     return 2 * rows * keys * _HEADS * _WIDTH
 
 
-def _decode(batch: int, entries: int) -> Iterator[Case]:
+def _decode(batch: int, entries: int) -> Iterator[TimedCall]:
     def inputs() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         cache, table = _paged_keys(batch, entries)
         weights = torch.randn(batch, _HEADS)
@@ -110,14 +110,14 @@ def _decode(batch: int, entries: int) -> Iterator[Case]:
     keys = batch * entries * (_WIDTH + 4)
     sizes = f"{batch} x {entries} keys"
     logits = batch * entries * 4
-    yield Case(f"paged_mqa_logits, {sizes}", scores, keys + logits, _flops(batch, entries))
+    yield TimedCall(f"paged_mqa_logits, {sizes}", scores, keys + logits, _flops(batch, entries))
     moved = keys + 2 * logits + batch * _TOPK * 4
-    yield Case(
+    yield TimedCall(
         f"paged_mqa_logits and topk_per_row {_TOPK}, {sizes}", both, moved, _flops(batch, entries)
     )
 
 
-def _prefill(rows: int, keys: int) -> Iterator[Case]:
+def _prefill(rows: int, keys: int) -> Iterator[TimedCall]:
     def dense() -> Callable[[], object]:
         starts = torch.zeros(rows, dtype=torch.int32)
         arguments = (
@@ -140,11 +140,11 @@ def _prefill(rows: int, keys: int) -> Iterator[Case]:
         )
 
     moved = rows * _HEADS * (_WIDTH + 4) + keys * (_WIDTH + 4) + rows * keys * 4
-    yield Case(f"mqa_logits, {rows} x {keys} keys", dense, moved, _flops(rows, keys))
-    yield Case(f"paged_mqa_logits, {rows} x {keys} keys", paged, moved, _flops(rows, keys))
+    yield TimedCall(f"mqa_logits, {rows} x {keys} keys", dense, moved, _flops(rows, keys))
+    yield TimedCall(f"paged_mqa_logits, {rows} x {keys} keys", paged, moved, _flops(rows, keys))
 
 
-def _topk(rows: int, columns: int) -> Case:
+def _topk(rows: int, columns: int) -> TimedCall:
     def setup() -> Callable[[], object]:
         logits = torch.randn(rows, columns)
         starts = torch.zeros(rows, dtype=torch.int32)
@@ -152,10 +152,10 @@ def _topk(rows: int, columns: int) -> Case:
         return lambda: topk_per_row(logits, starts, ends, _TOPK, backend=backend())
 
     moved = rows * (columns + _TOPK) * 4
-    return Case(f"topk_per_row {_TOPK}, {rows} x {columns}", setup, moved)
+    return TimedCall(f"topk_per_row {_TOPK}, {rows} x {columns}", setup, moved)
 
 
-def _selection() -> Iterator[Case]:
+def _selection() -> Iterator[TimedCall]:
     for tokens in (64, 4096):
 
         def arguments(tokens: int = tokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,9 +179,9 @@ def _selection() -> Iterator[Case]:
                 positions, request, table, block_size=_PAGE, window=128, backend=backend()
             )
 
-        yield Case(
+        yield TimedCall(
             f"compute_global_topk_indices_and_lens, {tokens} tokens",
             selected,
             tokens * _TOPK * 8,
         )
-        yield Case(f"window_rows, {tokens} tokens", window, tokens * (128 * 4 + 16))
+        yield TimedCall(f"window_rows, {tokens} tokens", window, tokens * (128 * 4 + 16))

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.bench.kernels import Case, backend
+from anymla.bench.kernels import TimedCall, backend, normal, step_call
+from anymla.bench.random_weights import random_experts
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.nvfp4 import quantize_nvfp4
@@ -33,7 +34,6 @@ from anymla.ops.moe.shapes import flash
 TOKENS = (1, 64, 4096, 32768)
 SITE_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096, 32768)
 LINEAR_TOKENS = (1, 16, 256)
-_DECODE = 64
 _HIDDEN, _HEADS, _GROUPS = V4_FLASH.hidden, V4_FLASH.heads, V4_FLASH.groups
 _DIM, _RANK, _INNER = V4_FLASH.head_dim, V4_FLASH.o_rank, V4_FLASH.inner
 _STREAMS, _ROPE = 4, 64
@@ -49,24 +49,21 @@ def cases(
     tokens: Sequence[int] = TOKENS,
     linear_tokens: Sequence[int] = LINEAR_TOKENS,
     site_tokens: Sequence[int] = SITE_TOKENS,
-) -> Iterator[Case]:
-    """Every operation at every number of tokens; what gives codes in layers gives them here."""
+) -> Iterator[TimedCall]:
+    """Yield every operation at every number of tokens, with codes where layers have them."""
     for count in site_tokens:
         yield from _site_cases(count)
     for count in tokens:
         setup = functools.partial(_swiglu, count)
-        yield _case("swiglu", setup, count * (3 * 2 + 1) * _INNER, count)
+        moved = count * (3 * 2 + 1) * _INNER
+        yield step_call(f"swiglu, {count} tokens", setup, moved, count)
         yield from _head_cases(count)
     for count in linear_tokens:
         yield from _linear_cases(count)
         yield from _expert_cases(count)
 
 
-def _case(label: str, setup: Callable[[], _Call], moved: int, tokens: int) -> Case:
-    return Case(f"{label}, {tokens} tokens", setup, moved, beside_copy=tokens > _DECODE)
-
-
-def _site_cases(tokens: int) -> Iterator[Case]:
+def _site_cases(tokens: int) -> Iterator[TimedCall]:
     row = 2 * _HIDDEN
     streams, result = _STREAMS * row, row + _HIDDEN
     for name, setup, moved in (
@@ -79,15 +76,17 @@ def _site_cases(tokens: int) -> Iterator[Case]:
         ),
         ("hc_head", _head, tokens * (streams + row) + _WEIGHTS // 6),
     ):
-        yield _case(name, functools.partial(setup, tokens), moved, tokens)
+        label = f"{name}, {tokens} tokens"
+        yield step_call(label, functools.partial(setup, tokens), moved, tokens)
 
 
-def _head_cases(tokens: int) -> Iterator[Case]:
+def _head_cases(tokens: int) -> Iterator[TimedCall]:
     values = tokens * _HEADS * _DIM
     angles = tokens * (8 + 4 * _ROPE)
     codes = values + values // 128 * 4
     setup = functools.partial(_quantised_heads, tokens)
-    yield _case("inverse_rope_fp8_quant", setup, 2 * values + codes + angles, tokens)
+    moved, label = 2 * values + codes + angles, f"inverse_rope_fp8_quant, {tokens} tokens"
+    yield step_call(label, setup, moved, tokens)
     weight = _GROUPS * _RANK * _HEADS // _GROUPS * _DIM
     result = 2 * tokens * _GROUPS * _RANK
     flops = 2 * values * _RANK
@@ -96,10 +95,10 @@ def _head_cases(tokens: int) -> Iterator[Case]:
         ("grouped_output_projection_fp8", _projected_codes, codes + weight + result),
     ):
         setup = functools.partial(projected, tokens)
-        yield Case(f"{name}, {tokens} tokens", setup, moved, flops)
+        yield TimedCall(f"{name}, {tokens} tokens", setup, moved, flops)
 
 
-def _linear_cases(tokens: int) -> Iterator[Case]:
+def _linear_cases(tokens: int) -> Iterator[TimedCall]:
     weight, activations = _HIDDEN * _HIDDEN, 2 * 2 * tokens * _HIDDEN
     flops = 2 * tokens * weight
     for kind, stored in (
@@ -110,30 +109,26 @@ def _linear_cases(tokens: int) -> Iterator[Case]:
     ):
         setup = functools.partial(_linear, kind, tokens)
         label = f"{kind} linear 4096 x 4096, {tokens} tokens"
-        yield Case(label, setup, stored + activations, flops)
+        yield TimedCall(label, setup, stored + activations, flops)
 
 
-def _expert_cases(tokens: int) -> Iterator[Case]:
+def _expert_cases(tokens: int) -> Iterator[TimedCall]:
     setup = functools.partial(_route, tokens)
     gate = 2 * _EXPERTS * _HIDDEN
     moved = gate + tokens * (2 * _HIDDEN + 8 * _CHOSEN)
-    yield Case(f"route_biased, {tokens} tokens", setup, moved)
+    yield TimedCall(f"route_biased, {tokens} tokens", setup, moved)
     used = min(_EXPERTS, tokens * _CHOSEN)
     matrices = 3 * _INNER * _HIDDEN
     moved = used * (matrices // 2 + matrices // 32) + tokens * 4 * _HIDDEN
     setup = functools.partial(_routed_experts, tokens)
     flops = 2 * tokens * _CHOSEN * matrices
-    yield Case(f"experts mxfp4, {tokens} tokens", setup, moved, flops)
-
-
-def _normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16)
+    yield TimedCall(f"experts mxfp4, {tokens} tokens", setup, moved, flops)
 
 
 def _site(tokens: int) -> dict[str, Any]:
     fn = torch.randn(_MIXES, _STREAMS * _HIDDEN) / 128
     return {
-        "h": _normal(tokens, _STREAMS, _HIDDEN),
+        "h": normal(tokens, _STREAMS, _HIDDEN),
         "fn": fn,
         "base": torch.randn(_MIXES),
         "scale": torch.ones(3),
@@ -142,7 +137,7 @@ def _site(tokens: int) -> dict[str, Any]:
 
 def _left(tokens: int) -> dict[str, Any]:
     return {
-        "u": _normal(tokens, _HIDDEN),
+        "u": normal(tokens, _HIDDEN),
         "post": torch.rand(tokens, _STREAMS),
         "comb": torch.rand(tokens, _STREAMS, _STREAMS),
     }
@@ -154,7 +149,7 @@ def _codes(tokens: int, width: int) -> dict[str, Any]:
 
 
 def _norm(tokens: int) -> dict[str, Any]:
-    return {"norm_weight": _normal(_HIDDEN), **_codes(tokens, _HIDDEN)}
+    return {"norm_weight": normal(_HIDDEN), **_codes(tokens, _HIDDEN)}
 
 
 def _pre(tokens: int) -> _Call:
@@ -163,7 +158,7 @@ def _pre(tokens: int) -> _Call:
 
 
 def _post(tokens: int) -> _Call:
-    h = _normal(tokens, _STREAMS, _HIDDEN)
+    h = normal(tokens, _STREAMS, _HIDDEN)
     return functools.partial(hc_post, h=h, **_left(tokens), backend=backend())
 
 
@@ -179,7 +174,7 @@ def _head(tokens: int) -> _Call:
 
 
 def _swiglu(tokens: int) -> _Call:
-    gate, up = (_normal(tokens, _INNER) for _ in range(2))
+    gate, up = (normal(tokens, _INNER) for _ in range(2))
     codes = _codes(tokens, _INNER)
     return functools.partial(swiglu, gate, up, 10.0, **codes, backend=backend())
 
@@ -187,7 +182,7 @@ def _swiglu(tokens: int) -> _Call:
 def _heads(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     positions = torch.arange(tokens)
     table = torch.rand(max(2, tokens), _ROPE)
-    return _normal(tokens, _HEADS, _DIM), positions, table
+    return normal(tokens, _HEADS, _DIM), positions, table
 
 
 def _quantised_heads(tokens: int) -> _Call:
@@ -196,7 +191,7 @@ def _quantised_heads(tokens: int) -> _Call:
 
 
 def _projected(tokens: int) -> _Call:
-    wo_a = _normal(_GROUPS, _RANK, _HEADS // _GROUPS * _DIM)
+    wo_a = normal(_GROUPS, _RANK, _HEADS // _GROUPS * _DIM)
     heads = _heads(tokens)
     return functools.partial(grouped_output_projection, *heads, wo_a, backend=backend())
 
@@ -214,7 +209,7 @@ def _projected_codes(tokens: int) -> _Call:
 
 
 def _linear(kind: str, tokens: int) -> _Call:
-    x = _normal(tokens, _HIDDEN)
+    x = normal(tokens, _HIDDEN)
     weight = torch.randn(_HIDDEN, _HIDDEN)
     if kind == "nvfp4":
         return functools.partial(nvfp4_linear, x, *quantize_nvfp4(weight), backend=backend())
@@ -228,30 +223,19 @@ def _linear(kind: str, tokens: int) -> _Call:
 
 
 def _route(tokens: int) -> _Call:
-    x, gate = _normal(tokens, _HIDDEN), _normal(_EXPERTS, _HIDDEN)
+    x, gate = normal(tokens, _HIDDEN), normal(_EXPERTS, _HIDDEN)
     bias = torch.zeros(_EXPERTS)
     return functools.partial(route_biased, x, gate, bias, k=_CHOSEN, scale=1.5, backend=backend())
 
 
-def _routed_experts(tokens: int, count: int = _EXPERTS) -> _Call:
-    def codes(*shape: int) -> list[Tensor]:
-        return list(torch.randint(0, 256, (count, *shape), dtype=torch.uint8))
-
-    def scales(*shape: int) -> list[Tensor]:
-        return list(torch.full((count, *shape), 120, dtype=torch.uint8))
-
-    ids = torch.rand(tokens, count).argsort(1)[:, :_CHOSEN].int()
+def _routed_experts(tokens: int) -> _Call:
+    ids = torch.rand(tokens, _EXPERTS).argsort(1)[:, :_CHOSEN].int()
     return functools.partial(
         experts,
-        _normal(tokens, _HIDDEN),
+        normal(tokens, _HIDDEN),
         ids,
         torch.rand(tokens, _CHOSEN),
-        codes(_INNER, _HIDDEN // 2),
-        codes(_INNER, _HIDDEN // 2),
-        codes(_HIDDEN, _INNER // 2),
-        scales(_INNER, _HIDDEN // 32),
-        scales(_INNER, _HIDDEN // 32),
-        scales(_HIDDEN, _INNER // 32),
+        **random_experts(_EXPERTS, _HIDDEN, _INNER),
         weight_format="mxfp4",
         swiglu_limit=10.0,
         quantize_activations=False,

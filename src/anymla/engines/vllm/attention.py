@@ -14,6 +14,7 @@ from anymla.engines.vllm.metadata import ANY, SPARSE_BACKEND, WINDOW_BACKEND
 from anymla.engines.vllm.pinned import PLATFORMS
 from anymla.engines.vllm.prefill import Chunk, plans_of_step, scratch_memory, workspace_rows
 from anymla.formats.fp8_block import dequantize_fp8_weight
+from anymla.formats.page_layout import MAIN_FP8
 from anymla.layers.rows import Rows
 from anymla.ops.attention import prefill_attention, sparse_attention
 from anymla.ops.kv_cache import dequantize_and_gather_k_cache
@@ -137,16 +138,14 @@ class AttentionAdapter(ANY):
             return
         plans = plans_of_step(attn_metadata, attn_metadata[self.swa_cache_layer.prefix])
         entries = self._entries(attn_metadata, tokens)
+        listed = [rows.in_cache(self.swa_cache_layer.kv_cache, MAIN_FP8)]
+        if entries is not None:
+            listed.append(entries.in_cache(self._compressed_kv_cache(), MAIN_FP8))
         sparse_attention(
             q[tokens],
-            self.swa_cache_layer.kv_cache,
-            rows.indices,
-            rows.lengths,
+            listed,
             sink=self.attn_sink,
             scale=self.scale,
-            extra_cache=None if entries is None else self._compressed_kv_cache(),
-            extra_indices=None if entries is None else entries.indices,
-            extra_lengths=None if entries is None else entries.lengths,
             plan=plans.of((self.compress_ratio, tokens.start), q.shape[1], rows, entries),
             out=output[tokens],
             backend=self.backend,

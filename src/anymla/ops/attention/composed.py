@@ -7,27 +7,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from anymla.ops._epilogue import InverseRopeQuant
 from anymla.ops.device import Support, float32_support
+from anymla.ops.registry import LazyFunction
 
 # The widest rows of sparse_attention_rows' Triton kernels.
 _TRITON_CHANNELS = 640
 _LARGEST_INT32 = 2**31 - 1
+# Module of each backend's epilogue.
+_QUANTIZE = {"torch": "anymla.ops._torch_norm_rope", "triton": "anymla.ops._triton_epilogue"}
 
 
 def named_rows(
     ranges: Tensor, lists: Tensor | None, window: int, entries: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows that ``prefill_attention`` names for each token.
+    """Write out the rows that ``prefill_attention`` names for each token.
 
     Args:
-        ranges: int32 [T, 4].
-        lists: int32 [T, K] or None.
-        window: the most rows of a window.
-        entries: the most rows of a second range.
+        ranges: two row ranges of each token, [T, 4] int32, as the operation takes them.
+        lists: rows listed for each token, [T, K] int32; None for the whole second range.
+        window: number of columns for the first range.
+        entries: number of columns for the second range without lists.
 
     Returns:
-        int32 [T, window + entries] (K for entries if there are lists), -1 for none; and the number
-        of leading columns in use, int32 [T].
+        rows: row numbers, [T, window + entries] int32 (K for entries if there are lists); -1 for
+            none.
+        used: number of leading columns in use, [T] int32.
     """
     start, count, base, more = ranges.long().split(1, dim=1)
     place = torch.arange(window, device=ranges.device)
@@ -46,7 +51,7 @@ def named_rows(
 
 
 def triton_lists_support(q: Tensor, rows: Tensor, *args: object, **keywords: object) -> Support:
-    """``supports`` of backend ``triton``."""
+    """Return support of a ``prefill_attention`` call by backend "triton"."""
     support = float32_support(q, rows)
     if support and q.shape[2] > _TRITON_CHANNELS:
         return Support(False, f"at most {_TRITON_CHANNELS} channels, got {q.shape[2]}")
@@ -56,7 +61,8 @@ def triton_lists_support(q: Tensor, rows: Tensor, *args: object, **keywords: obj
 def by_lists(
     sparse_attention_rows: Callable[..., tuple[Tensor, Tensor]], backend: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``prefill_attention`` by a backend of ``sparse_attention_rows``."""
+    """Return ``prefill_attention`` by the backend "torch" or "triton" of the given operation."""
+    quantize = LazyFunction(_QUANTIZE[backend], "inverse_rope_fp8_quant")
 
     def prefill_attention(
         q: Tensor,
@@ -68,6 +74,7 @@ def by_lists(
         entries: int = 0,
         sink: Tensor | None = None,
         scale: float | None = None,
+        epilogue: InverseRopeQuant | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         indices, lengths = named_rows(ranges, lists, window, entries)
@@ -76,6 +83,8 @@ def by_lists(
             q, rows, indices, lengths, sink=sink, scale=scale, value_dim=q.shape[2],
             out=out if same else None, backend=backend,
         )  # fmt: skip
+        if epilogue is not None:
+            return quantize(result, **epilogue._asdict())
         return (result if same or out is None else out.copy_(result)), lse
 
     return prefill_attention

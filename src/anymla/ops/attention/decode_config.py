@@ -1,10 +1,11 @@
 """Every choice of sparse attention's kernels, as pure functions of shapes and the machine.
 
-``choose_schedule`` is Hopper's (Gluon): tiles of heads, and how the work is cut. It takes the
-schedule that should end first: ``TIMES`` says how long a split and a block of each tile take, and
-the rest is counting (``predicted_us``). Lengths lie on the device and are not known here; the
-kernels cut every token's own blocks. ``gluon_sm90_tile_scheduler`` says what the ways to cut mean.
-``choose_tile`` and ``choose_splits`` are the portable kernels' (Triton).
+``choose_schedule`` serves Hopper's kernels (Gluon): it chooses the tile of heads and the way in
+which work is cut. It takes the schedule that should end first: ``TIMES`` holds the time of a split
+and of a block for each tile, and ``predicted_us`` counts the rest. The lists' lengths lie on the
+device and are not known here; the kernels cut every token's own blocks.
+``gluon_sm90_tile_scheduler`` defines the ways to cut. ``choose_tile`` and ``choose_splits`` serve
+the portable kernels (Triton).
 
 Numbers below were measured on an H200 unless they say otherwise; shapes are heads, tokens, columns
 of both lists. Sections are those of docs/performance/sparse_attention.md.
@@ -21,45 +22,46 @@ from anymla.ops.device import Target
 
 # Hopper ------------------------------------------------------------------------------------------
 
-KEYS = 64  # listed rows of a block
+KEYS = 64  # listed rows in one block
 
-# Up to so many heads keys are the rows of matrices (swap_ab), above it heads (m64); 17 to 32 may
-# be either ("Two kernels").
+# With at most this many heads, keys are the rows of the matrix products (swap_ab); with more, heads
+# are (m64). 17 to 32 heads may use either ("Two kernels").
 SWAP_AB_HEADS = 32
-# Units that stream-K takes the start and the end of a work tile for, in blocks.
+# Cost of starting and ending a work tile that stream-K reckons with, in blocks.
 TILE_COST = 4
 MOST_STREAM_K_TOKENS = 2048
-# CTAs compare each token with each to order them. 128 heads, 64 requests of two queries, lengths up
-# to 1,024: 92 us in turn, 65 us the longest first ("Cutting the work").
+# Each CTA orders tokens by comparing every token with every other, so their number is limited. For
+# 128 heads and 64 requests of two queries with lengths up to 1,024, tokens in their given order
+# take 92 us and the longest first 65 us ("Cutting the work").
 MOST_ORDERED_TOKENS = 512
-# Blocks of a split in a batch-invariant call, and the most splits.
+# Blocks in one split of a batch-invariant call, and the largest number of splits.
 _INVARIANT_BLOCKS = 4
 _MOST_INVARIANT = 8
 
-M64 = 64  # heads of a tile whose rows are heads
-# Registers of a thread; consumer warpgroup 0 gets the rest of 512 (m64) or 512 / 2 (swap_ab).
+M64 = 64  # heads in a tile of the m64 kernel
+# Registers per thread; consumer warpgroup 0 gets the rest of 512 (m64) or of 512 / 2 (swap_ab).
 CONSUMER1_REGISTERS = 160
 M64_PRODUCER_REGISTERS = 72
 SWAP_AB_PRODUCER_REGISTERS = 136
-# Blocks of rows in shared memory by heads of a tile: three where 32 heads leave the space.
+# Number of row blocks that shared memory buffers, by heads in a tile. A third fits with 16 heads.
 SWAP_AB_BUFFERS = {16: 3, 32: 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class TileTimes:
-    """Microseconds of what a tile's kernel and its combine do; a call takes their sum.
+    """Measured times in microseconds of the parts of a call with one tile size; a call adds them.
 
     Attributes:
-        start: of a call.
-        split: start and end of a split, or of a work tile that is whole.
-        block: of 64 rows.
-        partly: more of a split where some work tiles are cut and others are not.
-        combine: of a second kernel.
-        partial: of a head of a split to combine.
-        many: where there are more than ``AT_ONCE`` splits of a work tile.
-        by_width: less where nothing waits for lengths.
-        one_block: likewise, with splits of one block.
-        stream_k: more of stream-K, whose combine has a CTA for two heads of every CTA.
+        start: fixed time of every call.
+        split: time to start and end a split, or a work tile that is not cut.
+        block: time for one block of 64 rows.
+        partly: time added to each split when only some work tiles are cut.
+        combine: fixed time of the combine kernel.
+        partial: time to combine one head of one split.
+        many: time added when a work tile has more than ``AT_ONCE`` splits.
+        by_width: time saved when splits follow list width and the kernel need not read lengths.
+        one_block: time saved instead of ``by_width`` when every such split is one block.
+        stream_k: time added by stream-K, whose combine launches a CTA per two heads of every CTA.
     """
 
     start: float
@@ -74,30 +76,33 @@ class TileTimes:
     stream_k: float
 
 
-# Least squares over 1,357 schedules of 172 shapes, 144 of them random, with the blocks of the CTA
-# that has most; off by 7, 3 and 5 % ("The choice by times").
+# Fitted by least squares over 1,357 schedules of 172 shapes, 144 of them random, from the blocks of
+# the busiest CTA; the fits are off by 7, 3 and 5 % ("The choice by times").
 TIMES = {
     16: TileTimes(1.9, 2.1, 1.79, 1.3, 1.3, 0.0015, 1.9, 0.7, 1.1, 0.7),
     32: TileTimes(3.1, 2.4, 2.65, 3.0, 1.6, 0.0009, 1.6, 0.2, 2.6, 0.0),
     64: TileTimes(1.3, 4.6, 2.30, 2.6, 0.5, 0.0006, 2.0, 0.0, 0.8, 3.6),
 }
-# Partials that a combine reads at a time.
+# Partials that a combine reads at once.
 AT_ONCE = 16
-# Of a kernel that works out ranges, or the order, by itself; and, reckoned, of one that reads its
-# split.
+# Time of a kernel that works out ranges or the order itself, and the estimated time of one that
+# reads its split from a plan.
 _UNPLANNED_US, _PLANNED_US = 3.5, 0.7
-# How often lists that have lengths are thought to be full; else their lengths are even from 0 on.
+# Assumed share of calls whose lists with lengths are full; in the others lengths are taken to be
+# uniform from 0 to the width.
 _FULL = 0.35
-# Lists of so few blocks are windows, which are full.
+# Lists of at most this many blocks are windows, which are full.
 _WINDOW_BLOCKS = 2
-# Tokens that stand for all; and how far the largest of 132 sums is above the mean.
+# Number of tokens that stand for all, and standard deviations by which the largest of 132 sums
+# exceeds their mean.
 _SAMPLES, _WORST = 32, 2.4
-# Splits of BY_BLOCKS have as many blocks, at least, as leave ``AT_ONCE`` of a work tile, or this.
+# A split of BY_BLOCKS has at least the blocks that leave a work tile ``AT_ONCE`` splits, but need
+# not have more than this many.
 LONG_SPLIT = 4
 
 
 class Cut(enum.IntEnum):
-    """Which work tiles are cut into splits; see ``gluon_sm90_tile_scheduler``."""
+    """Ways to cut work tiles into splits, defined in ``gluon_sm90_tile_scheduler``."""
 
     NONE = 0
     EVERY = 1
@@ -108,19 +113,21 @@ class Cut(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How a call is launched on Hopper.
+    """Parameters of a launch on Hopper.
 
     Attributes:
-        heads: heads of a tile: 16 or 32 (swap_ab), or 64 (m64).
-        head_tiles: tiles of heads.
-        ctas: of the launch.
-        splits: of a work tile that is cut by numbers; 1 for none. Of BY_BLOCKS the most of any.
-        cut: which work tiles are cut.
-        longest_first: CTAs take the longest tokens first.
-        planned: ranges, or the order, were worked out before, once for all layers of a step.
-        by_width: splits are those of full lists, so that the kernel need not wait for lengths.
-        one_block: of them each is one block.
-        invariant: results must not depend on the other tokens of the call.
+        heads: heads in a tile: 16 or 32 (swap_ab), or 64 (m64).
+        head_tiles: number of head tiles per token.
+        ctas: number of CTAs launched.
+        splits: number of splits of a cut work tile, 1 if none is cut; with BY_BLOCKS the largest
+            number that any work tile may have.
+        cut: rule that selects the work tiles to cut.
+        longest_first: True if CTAs take the tokens with the longest lists first.
+        planned: True if a plan made once for all layers of a step holds the ranges or the order.
+        by_width: True if splits are those of full lists, so that the kernel need not wait for
+            lengths.
+        one_block: True if ``by_width`` and every split is one block.
+        invariant: True if results must not depend on the other tokens of the call.
     """
 
     heads: int
@@ -136,15 +143,15 @@ class Schedule:
 
     @property
     def combined(self) -> bool:
-        """Whether all work tiles are cut, so that their combine alone writes heads."""
+        """True if every work tile is cut, so that only the combine kernel writes heads."""
         return self.cut in (Cut.EVERY, Cut.BY_BLOCKS)
 
     def first_cut(self, tokens: int) -> int:
-        """Work tiles before this one are whole."""
+        """Return the index of the first work tile that is cut; all before it are whole."""
         return tokens * self.head_tiles // self.ctas * self.ctas if self.cut == Cut.TAIL else 0
 
     def split_count(self, tokens: int) -> int:
-        """How many splits have a number, so many tokens at a time."""
+        """Return how many split numbers a launch over ``tokens`` tokens uses."""
         work_tiles, whole = tokens * self.head_tiles, self.first_cut(tokens)
         if self.cut == Cut.STREAM_K:
             return work_tiles + self.ctas
@@ -153,7 +160,7 @@ class Schedule:
         return whole + (work_tiles - whole) * self.splits
 
     def slots(self, tokens: int) -> int:
-        """How many splits have memory for their partial, so many tokens at a time."""
+        """Return how many partials a launch over ``tokens`` tokens needs memory for."""
         if self.cut == Cut.NONE:
             return 1
         if self.cut == Cut.STREAM_K:
@@ -161,7 +168,7 @@ class Schedule:
         return self.split_count(tokens) - self.first_cut(tokens)
 
     def seen_tokens(self, tokens: int) -> int:
-        """Tokens that every CTA looks at, at least; few sizes, because each is compiled."""
+        """Return the number of tokens that every CTA examines, rounded up to a compiled size."""
         if self.cut in (Cut.STREAM_K, Cut.BY_BLOCKS) and not self.planned:
             return stream_k_size(tokens)
         if self.longest_first and not self.planned:
@@ -169,29 +176,29 @@ class Schedule:
         return 128
 
     def query_by_tma(self, v32: bool) -> bool:
-        """Whether TMA may bring queries to tiles of 64 heads.
+        """True if TMA may load the queries of tiles of 64 heads.
 
-        Where some work tiles are cut, two tiles take 8 % longer if it does.
+        With two head tiles and only the tail cut, loading by TMA takes 8 % longer.
         """
         return not (v32 or (self.cut == Cut.TAIL and self.head_tiles > 1))
 
 
 def stream_k_size(tokens: int) -> int:
-    """Tokens that the CTAs of stream-K look at."""
+    """Round the number of tokens that CTAs of stream-K examine up to 128, 512 or 2,048."""
     if tokens <= 128:
         return 128
     return 512 if tokens <= 512 else MOST_STREAM_K_TOKENS
 
 
 def tile_heads(heads: int) -> int:
-    """Heads of a tile where tokens are few."""
+    """Return the smallest number of heads in a tile that suits ``heads``: 16, 32 or 64."""
     if heads > SWAP_AB_HEADS:
         return M64
     return 16 if heads <= 16 else 32
 
 
 def blocks_of(widths: tuple[int, ...]) -> int:
-    """Blocks of a token whose lists are full; at least one."""
+    """Count the blocks of a token whose lists of these widths are full; at least one."""
     return max(1, sum(-(-width // KEYS) for width in widths))
 
 
@@ -207,19 +214,19 @@ def choose_schedule(
     planned: bool = False,
     v32: bool = False,
 ) -> Schedule:
-    """The schedule of a call on Hopper.
+    """Choose the schedule of a call on Hopper that should end first.
 
     Args:
-        tokens: T, at least 1.
+        tokens: number of query tokens T, at least 1.
         heads: query heads H, at least 1.
-        widths: columns of the lists.
-        sm_count: SMs of the device.
-        lengths: the lists have lengths of their own.
-        batch_invariant: cut a token the same way in any batch.
-        planned: what to cut, or the order, is or can be worked out before; see
-            ``sparse_attention_plan``.
-        v32: rows are those of V3.2, which have tiles of 64 heads alone, and whose producers wait
-            for the lengths in any case.
+        widths: columns of each list.
+        sm_count: number of SMs on the device.
+        lengths: True if the lists have lengths of their own.
+        batch_invariant: True to cut a token the same way in any batch.
+        planned: True if a plan made by ``sparse_attention_plan`` holds, or can hold, the ranges or
+            the order.
+        v32: True for V3.2's rows, which only tiles of 64 heads read, by producers that wait for
+            the lengths in any case.
     """
     blocks = blocks_of(widths)
     if batch_invariant:
@@ -253,7 +260,7 @@ def schedules(
     planned: bool = False,
     v32: bool = False,
 ) -> Iterator[Schedule]:
-    """All that may be the best of a call; of full lists so many blocks, see ``choose_schedule``."""
+    """Yield the candidates of ``choose_schedule`` for full lists of ``blocks`` blocks a token."""
     for tile in TIMES:
         head_tiles = -(-heads // tile)
         work_tiles = tokens * head_tiles
@@ -284,7 +291,7 @@ def schedules(
 
 
 def _counts(blocks: int, most: int) -> Iterator[int]:
-    """Numbers of splits, of which none is without blocks, at most so many: the largest few."""
+    """Yield up to three numbers of splits, at most ``most``, that leave no split without blocks."""
     for _ in range(3):
         if most < 2:
             return
@@ -295,12 +302,12 @@ def _counts(blocks: int, most: int) -> Iterator[int]:
 
 
 def least_blocks(longest: int) -> int:
-    """The fewest blocks of a split of BY_BLOCKS where the longest lists have so many."""
+    """Return the fewest blocks in a BY_BLOCKS split when the longest token has ``longest``."""
     return min(-(-longest // AT_ONCE), LONG_SPLIT)
 
 
 def _ragged(tokens: int, widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Blocks of some tokens, the longest first, whose last lists are of any length."""
+    """List blocks of sample tokens, the longest first, whose last lists vary evenly in length."""
     count = min(tokens, _SAMPLES)
     whole = sum(-(-width // KEYS) for width in widths[:-1])
     return tuple(
@@ -312,14 +319,14 @@ def _ragged(tokens: int, widths: tuple[int, ...]) -> tuple[int, ...]:
 def predicted_us(
     schedule: Schedule, tokens: int, heads: int, blocks: int, sample: tuple[int, ...]
 ) -> float:
-    """How long a call should take.
+    """Predict the time of a call in microseconds from ``TIMES``.
 
     Args:
-        schedule: of the call.
-        tokens: T.
+        schedule: schedule to be judged.
+        tokens: number of query tokens T.
         heads: query heads H.
-        blocks: of full lists.
-        sample: blocks of tokens that stand for all, the longest first.
+        blocks: blocks per token when its lists are full.
+        sample: blocks of each sample token, the longest first.
     """
     times, cut = TIMES[schedule.heads], schedule.cut
     splits, walked, partials = _load(schedule, tokens, blocks, sample)
@@ -342,7 +349,7 @@ def predicted_us(
 def _load(
     schedule: Schedule, tokens: int, blocks: int, sample: tuple[int, ...]
 ) -> tuple[float, float, float]:
-    """Splits and blocks of the CTA that has most of them; partials that are combined."""
+    """Return splits and blocks of the busiest CTA, and the number of partials to combine."""
     ctas, cut, most = schedule.ctas, schedule.cut, schedule.splits
     work_tiles = tokens * schedule.head_tiles
     longest, mean = sample[0], sum(sample) / len(sample)
@@ -364,7 +371,7 @@ def _load(
         return waves, (waves - 1) * longest + -(-longest // most), left
     if schedule.longest_first:
         return waves, max(longest, share + 0.4 * mean), 0
-    # In turn, the CTA that has most of all has drawn long ones.
+    # Without an order, the busiest CTA is the one that drew the longest tokens.
     spread = (sum((each - mean) ** 2 for each in sample) / len(sample)) ** 0.5
     if cut == Cut.NONE:
         return waves, min(waves * longest, waves * mean + _WORST * spread * waves**0.5), 0
@@ -374,7 +381,7 @@ def _load(
 
 
 def _one_each(ctas: int, work_tiles: int, sample: tuple[int, ...]) -> tuple[float, float, float]:
-    """``_load`` of BY_BLOCKS."""
+    """Return ``_load`` for BY_BLOCKS, where a CTA has at most one split."""
     longest = sample[0]
     for walked in range(least_blocks(longest), longest + 1):
         splits = work_tiles * sum(-(-each // walked) for each in sample) / len(sample)
@@ -385,13 +392,13 @@ def _one_each(ctas: int, work_tiles: int, sample: tuple[int, ...]) -> tuple[floa
 
 @dataclasses.dataclass(frozen=True)
 class CombineTile:
-    """What a CTA of ``combine_splits_kernel`` combines.
+    """Share of the work that each CTA of ``combine_splits_kernel`` combines.
 
     Attributes:
-        group: heads.
-        width: channels.
-        at_once: partials that are read at a time.
-        warps: of the CTA.
+        group: heads per CTA.
+        width: channels per CTA.
+        at_once: partials read at once.
+        warps: warps per CTA.
     """
 
     group: int
@@ -400,24 +407,24 @@ class CombineTile:
     warps: int
 
 
-# CTAs that are launched in the time that one takes; and what more heads are combined by, if
-# they have few partials.
+# CTAs that are launched in the time that one takes. More heads than that with few partials each are
+# combined in groups.
 _COMBINE_CTAS = 1056
 _COMBINE_GROUP, FEW_PARTIALS = 4, 4
-# Of stream-K: partials at a time, heads of a CTA.
+# Stream-K's combine: partials read at once, and heads per CTA.
 STREAM_K_AT_ONCE, STREAM_K_GROUP = 8, 2
 
 
 def choose_combine_tile(
     heads: int, channels: int, most: int, *, by_blocks: bool = False
 ) -> CombineTile:
-    """The tile of a combine.
+    """Choose the tile of ``combine_splits_kernel``.
 
     Args:
-        heads: of all work tiles.
-        channels: of a head.
-        most: partials of one at most, 2^n.
-        by_blocks: most of them have far fewer.
+        heads: number of heads to combine over all work tiles.
+        channels: channels per head.
+        most: power of two that no head has more partials than.
+        by_blocks: True for BY_BLOCKS, where most heads have far fewer partials than ``most``.
     """
     if heads > _COMBINE_CTAS and (most <= FEW_PARTIALS or by_blocks):
         return CombineTile(_COMBINE_GROUP, channels, most, 4)
@@ -429,27 +436,28 @@ def choose_combine_tile(
 # Triton ------------------------------------------------------------------------------------------
 
 MODES = ("float16", "bfloat16", "float32")
-# What CODED says of the rows: plain; e4m3 with a power of two for every block and a bfloat16 tail
-# (V4), or float32 scales before the tail (V3.2), or no tail (V4.1); NVFP4.
+# Values of CODED, the kind of a row: plain; e4m3 with a power of two per block and a bfloat16 tail
+# (V4); e4m3 with float32 scales before the tail (V3.2); e4m3 without a tail (V4.1); NVFP4.
 PLAIN, FP8_TAIL, INLINE, FP8_CODES, NVFP4 = 0, 1, 2, 3, 4
 _KIB = 1024
-# CTAs that share a token's lists in a batch-invariant call.
+# Largest number of CTAs that share a token's lists in a batch-invariant call.
 _INVARIANT_SPLITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a CTA of the portable kernel computes.
+    """Tile and launch parameters of the portable kernel.
 
     Attributes:
-        heads: heads of a CTA, a power of two of at least 16; on Arc A of 8.
-        keys: listed rows a step, likewise.
-        keys_first: swap_ab: products are rows x heads instead of heads x rows.
-        warps: of a CTA.
-        stages: depth of the pipeline of row loads; 1 is none.
-        once: see ``triton_decode.coded_tile``.
-        row_parts: rows are one tile whose channels are so many parts (``triton_decode.walk_rows``),
-            not in float16; 0 for several tiles of channels.
+        heads: heads per CTA, a power of two of at least 16, or of at least 8 on Arc A.
+        keys: listed rows per step, with the same limits as ``heads``.
+        keys_first: True if products are rows x heads (swap_ab) instead of heads x rows.
+        warps: warps per CTA.
+        stages: depth of the pipeline of row loads, where 1 means no pipeline.
+        once: True to decode a row once for both products; see ``triton_decode.coded_tile``.
+        row_parts: number of parts into which ``triton_decode.walk_rows`` divides the channels of a
+            row, never in float16; 0 for ``triton_decode.walk``, which has several tiles of
+            channels.
     """
 
     heads: int
@@ -461,39 +469,41 @@ class Tile:
     row_parts: int = 0
 
 
-# FP8 rows, 128 + 512 slots: the fastest of some forty tiles each. Pipelines deeper than 1 and
-# rows x heads lost everywhere.
+# Each is the fastest of some forty tiles for FP8 rows and 128 + 512 slots. Pipelines deeper than 1
+# and products of rows x heads were slower everywhere.
 _ONE_STEP = Tile(16, 32, False, 4)
-# Of rows without a tail, V4.1's: 4 warps spill 77 registers on sm_90 and 249 on sm_120, 8 none. As
-# compiled; not timed.
+# For rows without a tail (V4.1): 4 warps spill 77 registers on sm_90 and 249 on sm_120, and 8 warps
+# none. This is known from compiled code and was not timed.
 _ONE_STEP_CODES = Tile(16, 32, False, 8)
 _FEW_HEADS = Tile(16, 64, False, 8)
 _HALF_HEADS = Tile(32, 64, False, 8)
 _MANY_HEADS = Tile(64, 64, False, 8, once=False)
 
 
-# Intel, compiled by IGC 2.40.14 (docs/intel.md): no spills, and for a key 2,400 instructions of all
-# warps; 16 keys a step take 3,100, and the tiles above 8,700 and spill 820 registers.
+# Intel's GPUs, as compiled by IGC 2.40.14 (docs/intel.md): this tile spills nothing and takes 2,400
+# instructions per key over all warps. With 16 keys a step it is 3,100; the tiles above take 8,700
+# and spill 820 registers.
 _ROW_PARTS = Tile(16, 32, False, 16, row_parts=16)
 _ROW_CHANNELS, _ROW_VALUES = 576, 512
-# Arc A, in float32, whose products may have 8 terms: 48 registers are spilled; 16 keys a step spill
-# 293, bfloat16's 16 terms 562.
+# Arc A multiplies in float32, whose matrix instruction may sum 8 terms. This tile spills 48
+# registers; 16 keys a step spill 293, and bfloat16, which sums 16 terms, spills 562.
 _ARC_A_ROW_PARTS = Tile(16, 8, False, 32, row_parts=16)
-# 16 heads of wider rows take 80 KiB of its 64 KiB of shared memory.
+# 16 heads of wider rows would need 80 KiB of shared memory; Arc A has 64 KiB.
 _ARC_A_WIDE_ROW_PARTS = Tile(8, 8, False, 32, row_parts=16)
-# Other rows there, without matrix products: no spills, 8 warps spill 36 registers and 4 some 840.
+# Warps for other rows on Intel, without matrix products: 16 spill nothing, 8 spill 36 registers and
+# 4 some 840.
 _XPU_WARPS = 16
 
 
 def choose_mode(narrow: bool, coded: bool, target: Target) -> str:
-    """Type of the products' operands: the narrowest that keeps what the contract promises.
+    """Choose the operand type of the products: the narrowest that keeps the promised accuracy.
 
     Args:
-        narrow: queries and rows are bfloat16, or coded.
-        coded: all rows are coded.
-        target: the machine. On Intel's GPUs coded rows are multiplied in bfloat16, which holds them
-            exactly, whatever their scales: a second walk for those that float16 does not hold is
-            twice the code.
+        narrow: True if queries and rows are bfloat16 or coded.
+        coded: True if all rows are coded.
+        target: machine that runs the kernel. Intel's GPUs multiply coded rows in bfloat16, which
+            holds them exactly whatever their scales: a second walk for rows that float16 does not
+            hold would double the code.
     """
     if not narrow or target.arc_a:
         return "float32"
@@ -511,17 +521,17 @@ def choose_tile(
     *,
     tailless: bool = False,
 ) -> Tile:
-    """The tile of a call of the portable kernel.
+    """Choose the tile of the portable kernel.
 
     Args:
         heads: query heads H.
-        keys: columns of the lists of a token.
-        tokens: T, or None for a tile that suits any number.
-        mode: one of MODES, the type of the products' operands.
-        target: the machine.
-        channels: of a row.
+        keys: columns of a token's lists, over both lists.
+        tokens: number of query tokens T, or None for a tile that suits any number.
+        mode: operand type of the products, one of MODES.
+        target: machine that runs the kernel.
+        channels: channels per row.
         values: leading channels of a row that are the value.
-        tailless: some rows are e4m3 codes throughout.
+        tailless: True if some rows are e4m3 codes throughout.
     """
     one_step = _ONE_STEP_CODES if tailless else _ONE_STEP
     fits = channels <= _ROW_CHANNELS and values <= _ROW_VALUES
@@ -545,7 +555,7 @@ def choose_tile(
         fits = channels <= 512 or target.shared_bytes >= 128 * _KIB
         return Tile(32, 32, False, 8) if heads > 16 and fits else one_step
     if tokens is not None:
-        # Every step of every token has an SM of its own, or half of one.
+        # There are enough SMs to give every step of every token one, or half of one.
         steps = tokens * -(-heads // _ONE_STEP.heads) * -(-keys // _ONE_STEP.keys)
         if steps <= target.sm_count * (2 if heads > 32 else 1):
             return one_step
@@ -555,35 +565,35 @@ def choose_tile(
 
 
 def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
-    """How many CTAs of the portable kernel share a token's lists.
+    """Choose the number of CTAs of the portable kernel that share a token's lists.
 
     Args:
-        ctas: tokens x blocks of heads.
-        keys: columns of the lists of a token.
-        tile: of the call.
-        sm_count: SMs of the device.
+        ctas: CTAs without splits, tokens x blocks of heads.
+        keys: columns of a token's lists, over both lists.
+        tile: tile chosen for the call.
+        sm_count: number of SMs on the device.
 
     Returns:
-        At least 1, at most one for every step.
+        A number of at least 1 and at most one per step.
     """
     steps = max(1, -(-keys // tile.keys))
     most = min(sm_count // max(ctas, 1), steps)
     if most <= 1:
         return 1
-    # As few as leave the longest split as short.
+    # The fewest splits whose longest is no longer than with ``most`` of them.
     return -(-steps // -(-steps // most))
 
 
 def invariant_splits(keys: int, tile: Tile) -> int:
-    """How many CTAs share a token's lists in a batch-invariant call."""
+    """Choose the number of CTAs that share a token's lists in a batch-invariant call."""
     return choose_splits(1, keys, tile, _INVARIANT_SPLITS)
 
 
 def combine_warps(splits: int, target: Target) -> int:
-    """Warps of a CTA of the portable combine."""
+    """Choose the warps per CTA of the portable combine kernel."""
     warps = 4 if splits > 8 else 2
     if target.narrow and splits > 64:
-        return 8  # 4 warps hold 256 values a thread, and spill up to 43
+        return 8  # with 4 warps a thread holds 256 values, and up to 43 registers are spilled
     if target.arc_a:
         return 4 * warps
     return 2 * warps if target.intel else warps

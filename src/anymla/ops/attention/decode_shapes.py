@@ -59,19 +59,19 @@ V32_DECODE = AttentionShape(tokens=4, heads=128, window=2048, entries=0, dim=576
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """A call of decode attention: its shape, and what else decides which kernels it takes.
+    """A call of decode attention: its shape and everything else that selects its kernels.
 
     Attributes:
-        shape: sizes; ``tokens`` are requests times queries.
-        page: rows of a page of the first cache.
-        extra_page: of the second one.
-        lengths: lists have lengths.
-        sink: heads have sinks.
-        layout: of the caches.
-        extra_layout: of the second one, if it is another.
-        quantized: the output leaves as FP8.
-        planned: with a plan, if one gains anything.
-        batch_invariant: as the operation's.
+        shape: sizes of the call, whose ``tokens`` are requests times queries.
+        page: rows per page of the first cache.
+        extra_page: rows per page of the second cache.
+        lengths: True if the lists have lengths.
+        sink: True if heads have sinks.
+        layout: name of the page layout of both caches.
+        extra_layout: name of the second cache's page layout if it differs, or empty.
+        quantized: True if the output is written as FP8.
+        planned: True to pass a plan wherever one gains anything.
+        batch_invariant: argument of ``sparse_attention`` by this name.
     """
 
     shape: AttentionShape
@@ -100,8 +100,9 @@ class AttentionCall:
 
 
 def _calls() -> Iterator[AttentionCall]:
-    """V4's layers, V4-Flash's of 64 heads and V4-Pro's of 128, split over GPUs, and V3.2's."""
-    # Ratio 4: selected entries. One request; few; half a wave of an H200's SMs; a wave and more.
+    """Yield calls of V4-Flash's layers (64 heads), V4-Pro's (128), shares of both, and V3.2's."""
+    # Ratio 4 with selected entries, for one request, a few, half a wave of an H200's SMs, and a
+    # wave and more.
     for heads, entries in ((8, 512), (16, 512), (32, 512), (64, 512), (128, 1024)):
         for tokens in (1, 32, 160) if heads == 32 else (1, 32, 64, 128, 160, 256):
             yield AttentionCall(AttentionShape(tokens, heads, 128, entries))
@@ -115,7 +116,7 @@ def _calls() -> Iterator[AttentionCall]:
     for heads in (16, 64):
         yield AttentionCall(AttentionShape(2, heads, 128, 0))
     yield AttentionCall(AttentionShape(2, 64, 128, 0), quantized=True)
-    # Ratio 128: all entries; in pages of 2, as vLLM's cache has them.
+    # Ratio 128 with all entries, in pages of 2 as in vLLM's cache.
     yield AttentionCall(AttentionShape(8, 128, 128, 1024), extra_page=2)
     for heads, tokens, page in ((16, 64, 64), (64, 64, 64), (128, 64, 2), (128, 768, 2)):
         long = AttentionCall(AttentionShape(tokens, heads, 128, 8192), extra_page=page)
@@ -123,12 +124,12 @@ def _calls() -> Iterator[AttentionCall]:
         yield dataclasses.replace(long, planned=True)
     for heads in (16, 64):
         yield AttentionCall(AttentionShape(64, heads, 128, 8192), quantized=True)
-    # Heads that are no whole tiles; splits by blocks, planned or not.
+    # Heads that do not fill their last tile, and splits by blocks, planned or not.
     for heads, tokens in ((40, 20), (40, 160), (96, 20), (96, 66), (96, 160)):
         some = AttentionCall(AttentionShape(tokens, heads, 128, 2048))
         yield some
         yield dataclasses.replace(some, planned=True)
-    # Orders made once for a step; lists that are full.
+    # An order planned once for a step, and lists that are full.
     yield AttentionCall(AttentionShape(256, 64, 128, 512), planned=True)
     yield AttentionCall(AttentionShape(160, 64, 128, 512), lengths=False)
     yield AttentionCall(AttentionShape(160, 128, 128, 1024), lengths=False)
@@ -146,7 +147,7 @@ CALLS = tuple(_calls())
 
 
 def _v41_calls() -> Iterator[AttentionCall]:
-    """V4.1's layers: windows, entries of either record beside them; and V4's with 4-bit entries."""
+    """Yield calls of V4.1's layers with entries of either record, and V4's with 4-bit entries."""
     shape = AttentionShape(32, 64, 128, 512)
     for tokens, heads in ((1, 16), (32, 64), (128, 64), (192, 64), (128, 128), (512, 32)):
         mixed = AttentionCall(
@@ -167,9 +168,9 @@ def _v41_calls() -> Iterator[AttentionCall]:
     yield AttentionCall(shape, extra_layout=V41_COMPRESSED_NVFP4)
 
 
-# The last of Triton's kernels alone: Hopper's do not read V4's rows beside V4.1's.
+# Only Triton's kernels take the last call: Hopper's do not read V4's rows beside V4.1's.
 V41_CALLS = tuple(_v41_calls())
-# Lists that are full, without sinks, in odd pages; while a graph is captured they have no lengths.
+# Full lists without lengths or sinks in pages of odd size, as a captured graph calls attention.
 CAPTURED_CALLS = (
     AttentionCall(AttentionShape(256, 64, 128, 0), 53, lengths=False, sink=False),
     AttentionCall(

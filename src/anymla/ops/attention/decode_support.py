@@ -1,7 +1,8 @@
-"""Calls that the Triton and Gluon kernels of sparse attention take."""
+"""Calls of attention over listed rows that each kernel takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from anymla.formats.records import (
     RowNvfp4Layout,
     SplitFp8Layout,
 )
+from anymla.ops._epilogue import InverseRopeQuant
 from anymla.ops._few_tokens import few_tokens_support
+from anymla.ops.attention.cache_rows import CacheRows
 from anymla.ops.attention.decode_config import SWAP_AB_HEADS
 from anymla.ops.device import Support, target_of, triton_support
 
@@ -34,22 +37,16 @@ _FEW_HEADS = 16
 _MANY_TOKENS, _SHORT_LIST = 32, 1024
 
 
-def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: Any) -> Support:
-    """``supports`` of Triton's kernels; ``rows`` is the first cache, or the rows."""
-    support = triton_support(q)
+def triton_attention_support(q: Tensor, rows: Sequence[CacheRows], **keywords: Any) -> Support:
+    """Return support of a ``sparse_attention`` call by Triton's kernels."""
+    support = triton_rows_support(q, rows[0].cache)
     if not support:
         return support
-    if torch.float64 in (q.dtype, rows.dtype):
-        return Support(False, "float64 is computed by torch")
-    if q.shape[2] > LARGEST_CHANNELS:
-        return Support(False, f"at most {LARGEST_CHANNELS} channels, got {q.shape[2]}")
-    for name in ("layout", "extra_layout"):
-        layout = get_layout(keywords.get(name, MAIN_FP8))
-        if not isinstance(layout, _DECODED):
-            return Support(False, f"rows of {layout.layout_id} are decoded by torch")
-    for cache in (rows, keywords.get("extra_cache")):
+    for cache, layout, *_ in rows:
+        if not isinstance(get_layout(layout), _DECODED):
+            return Support(False, f"rows of {layout} are decoded by torch")
         # The tail of a coded row is read as bfloat16, scales in the row as float32.
-        if cache is None or cache.dtype != torch.uint8 or not cache.numel():
+        if cache.dtype != torch.uint8 or not cache.numel():
             continue
         unit = 4 if cache.shape[-1] == get_layout(V32_FP8).row_elements else 2
         if cache.storage_offset() % unit or cache.stride(0) % unit:
@@ -57,39 +54,50 @@ def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: An
     return support
 
 
+def triton_rows_support(q: Tensor, kv: Tensor, *args: Any, **keywords: Any) -> Support:
+    """Return support of a ``sparse_attention_rows`` call by Triton's kernels."""
+    support = triton_support(q)
+    if not support:
+        return support
+    if torch.float64 in (q.dtype, kv.dtype):
+        return Support(False, "float64 is computed by torch")
+    if q.shape[2] > LARGEST_CHANNELS:
+        return Support(False, f"at most {LARGEST_CHANNELS} channels, got {q.shape[2]}")
+    return support
+
+
 def numba_attention_support(
     q: Tensor,
-    k_cache: Tensor,
-    *args: Any,
+    rows: Sequence[CacheRows],
+    *,
     sink: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     batch_invariant: bool = False,
+    epilogue: InverseRopeQuant | None = None,
     **keywords: Any,
 ) -> Support:
-    """``supports`` of numba's kernel of few tokens, on a CPU."""
-    for name in (layout, extra_layout):
-        rows = get_layout(name)
-        if not isinstance(rows, SplitFp8Layout) or rows.interleaved:
-            return Support(False, f"e4m3 values in a plane of their own, got {name}")
+    """Return support of a ``sparse_attention`` call by numba's kernel of few tokens, on a CPU."""
+    for each in rows:
+        layout = get_layout(each.layout)
+        if not isinstance(layout, SplitFp8Layout) or layout.interleaved:
+            return Support(False, f"e4m3 values in a plane of their own, got {each.layout}")
     if batch_invariant:
         return Support(False, "calls that may differ from those of more tokens")
+    if epilogue is not None:
+        return Support(False, "heads without an epilogue")
     support = few_tokens_support(len(q), (q,), (sink,))
     return support and Support(True, automatic=q.shape[1] <= _FEW_HEADS)
 
 
 def gluon_attention_support(
     q: Tensor,
-    k_cache: Tensor,
-    *args: Any,
+    rows: Sequence[CacheRows],
+    *,
     scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     value_dim: int | None = None,
+    epilogue: InverseRopeQuant | None = None,
     **keywords: Any,
 ) -> Support:
-    """``supports`` of the Hopper kernels of ``sparse_attention``."""
+    """Return support of a ``sparse_attention`` call by the Hopper kernels."""
     if target_of(q.device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
     support = triton_support(q)
@@ -97,63 +105,48 @@ def gluon_attention_support(
         return support
     if q.dtype not in (torch.bfloat16, torch.float16):
         return Support(False, f"q must be bfloat16 or float16, got {q.dtype}")
-    if layout == V32_FP8:
-        support = _v32_support(q, extra_cache, value_dim)
+    layouts = [each.layout for each in rows]
+    if layouts[0] == V32_FP8:
+        support = _v32_support(q, len(rows), value_dim)
         if not support:
             return support
-    elif not _decoded_alike(layout, layout if extra_cache is None else extra_layout):
-        words = f"caches must both be {MAIN_FP8}, or both of V4.1's layouts"
-        return Support(False, f"{words}, got {layout} and {extra_layout}")
+    elif not _decoded_alike({*layouts}):
+        words = f"caches must all be {MAIN_FP8}, or all of V4.1's layouts"
+        return Support(False, f"{words}, got {' and '.join(layouts)}")
     elif value_dim not in (None, q.shape[2]):
         return Support(False, f"all {q.shape[2]} channels are values, got {value_dim}")
     if scale is not None and not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
         return Support(False, f"scale must be positive and of ordinary size, got {scale}")
-    for cache in (k_cache, extra_cache):
-        if cache is None or not cache.numel():
+    for each in rows:
+        cache = each.cache
+        if not cache.numel():
             continue
         if cache.data_ptr() % 16 or (len(cache) > 1 and cache.stride(0) % 16):
             return Support(False, "pages must lie at multiples of 16 bytes")
         if cache.shape[1] * cache.shape[-1] > _LARGEST_PAGE:
             return Support(False, f"pages must be below {_LARGEST_PAGE} bytes")
+    if epilogue is not None and q.shape[2] != VALUES:
+        return Support(False, f"{VALUES} channels for an epilogue, got {q.shape[2]}")
     # float16 queries are promised more than products of float16 probabilities keep.
     return Support(True, automatic=q.dtype == torch.bfloat16)
 
 
-def _decoded_alike(layout: str, extra_layout: str) -> bool:
-    """Whether rows all end in a tail (V4), or none do (V4.1)."""
-    both = {layout, extra_layout}
-    return both == {MAIN_FP8} or both <= set(V41_LAYOUTS)
+def _decoded_alike(layouts: set[str]) -> bool:
+    """Return True if rows all end in a tail (V4), or none do (V4.1)."""
+    return layouts == {MAIN_FP8} or layouts <= set(V41_LAYOUTS)
 
 
-def _v32_support(q: Tensor, extra_cache: Tensor | None, value_dim: int | None) -> Support:
-    """What the kernel for V3.2's rows takes beyond that."""
+def _v32_support(q: Tensor, caches: int, value_dim: int | None) -> Support:
+    """Return support of queries [T, H, D] over V3.2's rows in a number of caches."""
     if q.dtype != torch.bfloat16:
         return Support(False, f"q must be bfloat16 for {V32_FP8}, got {q.dtype}")
-    if extra_cache is not None:
+    if caches > 1:
         return Support(False, f"one cache of {V32_FP8}")
     if value_dim != VALUES:
         return Support(False, f"{VALUES} channels of {V32_FP8} are values, got {value_dim}")
     if q.shape[1] <= SWAP_AB_HEADS:
         return Support(False, f"more than {SWAP_AB_HEADS} heads for {V32_FP8}, got {q.shape[1]}")
     return Support(True)
-
-
-def gluon_fp8_quant_support(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    n_groups: int,
-    **keywords: Any,
-) -> Support:
-    """``supports`` of backend ``gluon_sm90`` of ``sparse_attention_fp8_quant``."""
-    found = gluon_attention_support(q, k_cache, **keywords)
-    if found and q.shape[2] != VALUES:
-        return Support(False, f"{VALUES} channels, got {q.shape[2]}")
-    return found
 
 
 def gluon_rows_support(
@@ -165,7 +158,7 @@ def gluon_rows_support(
     value_dim: int = VALUES,
     **keywords: Any,
 ) -> Support:
-    """``supports`` of backend ``gluon_sm90`` of ``sparse_attention_rows``."""
+    """Return support of a ``sparse_attention_rows`` call by backend ``gluon_sm90``."""
     if target_of(q.device).name != "sm_90":
         return Support(False, "runs on NVIDIA GPUs of compute capability 9.0 only")
     support = triton_support(q)

@@ -1,12 +1,12 @@
-"""Compute again, in bfloat16, the splits whose rows or queries float16 does not hold.
+"""Fallback that computes splits again in bfloat16 if float16 does not hold their rows or queries.
 
-The kernels notice such splits by the tail's sums: NaN, which is what queries and rows that float16
-does not hold become, reaches all channels of a head, infinities of the tail stay there. NaN in a
-listed row looks the same. They leave overflow flags: one number a head of every split in memory,
-NaN if it is concerned, and their sum in shared memory. After its last split a CTA looks at that
-sum, which costs one read of shared memory, and overwrites what flagged splits left. Here one
-warpgroup does everything in turn, a quarter of the channels at a time: about five times slower, and
-hardly ever run.
+The kernels detect such splits by the tail's sums. Queries and rows that float16 does not hold
+become NaN, which reaches all channels of a head; infinities of the tail stay in the tail. A NaN in
+a listed row looks the same. The kernels write overflow flags: one number per head of every split in
+memory, NaN if the head is affected, and their sum in shared memory. After its last split a CTA
+checks that sum, which costs one read of shared memory, and overwrites the results of flagged
+splits. Here one warpgroup does everything in turn, a quarter of the channels at a time. This is
+about five times slower, and hardly ever runs.
 """
 
 from triton.experimental import gluon
@@ -46,13 +46,13 @@ _CHUNKS = gl.constexpr(CHANNELS.value // 64)
 _CODED = gl.constexpr(NOPE.value // 64)
 _FP8_BLOCK = gl.constexpr(get_layout(V41_MAIN_FP8).block)
 _NVFP4_BLOCK = gl.constexpr(NVFP4_BLOCK)
-# Partials are scaled to less than 2^8, so that LIFT times that is less than 2^15.
+# Partials are scaled to less than 2^8, so that their product with LIFT is less than 2^15.
 _LARGEST_EXPONENT = gl.constexpr(127 + 7)
 
 
 @gluon.jit
 def _fetch_q(params, token, head0, token_stride, head_stride, to):
-    """The first 512 channels of 64 heads, to [8, 64, 64]."""
+    """Load the first 512 channels of 64 heads to [8, 64, 64] in shared memory."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
@@ -65,7 +65,7 @@ def _fetch_q(params, token, head0, token_stride, head_stride, to):
 
 @gluon.jit
 def _fetch_rows(valid, data, scales_at, to, L: gl.constexpr):
-    """Decode a block of rows to [8, 64, 64]."""
+    """Decode a block of V4's rows to [8, 64, 64] in shared memory."""
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
     there = gl.expand_dims(valid, 1) & (column >= 0)
     at = gl.expand_dims(data, 1) + column
@@ -84,7 +84,7 @@ def _fetch_rows(valid, data, scales_at, to, L: gl.constexpr):
 
 @gluon.jit
 def _e4m3_codes(data, scales_at, there, chunk, column):
-    """64 channels of e4m3 rows without a tail, in float32."""
+    """Decode 64 channels of e4m3 rows without a tail to float32."""
     codes = (gl.expand_dims(data, 1) + column + chunk * _CHUNK).to(gl.pointer_type(gl.uint8))
     codes = gl.load(codes, mask=there, other=0)
     scale = gl.expand_dims(scales_at, 1) + column // _FP8_BLOCK + chunk * (_CHUNK // _FP8_BLOCK)
@@ -96,14 +96,14 @@ def _e4m3_codes(data, scales_at, there, chunk, column):
 
 @gluon.jit
 def _nvfp4_codes(data, scales_at, there, chunk, column):
-    """The same of NVFP4 rows."""
+    """Decode 64 channels of NVFP4 rows to float32."""
     codes = gl.expand_dims(data, 1) + column // 2 + chunk * (_CHUNK // 2)
     codes = gl.load(codes.to(gl.pointer_type(gl.uint8)), mask=there, other=0)
     scale = gl.expand_dims(scales_at, 1) + column // _NVFP4_BLOCK
     scale = (scale + chunk * (_CHUNK // _NVFP4_BLOCK)).to(gl.pointer_type(gl.uint8))
     scale = gl.load(scale, mask=there, other=0)
     code = codes.to(gl.int32) >> (column % 2 * 4)
-    # As e4m3 its exponent is 6 less.
+    # Read as e4m3, the code's exponent is 6 too small.
     code = (code & 8) << 4 | (code & 7) << 2
     rows = code.to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float32) * 64.0
     return rows * scale.to(gl.float8e4nv, bitcast=True).to(gl.float32)
@@ -111,7 +111,7 @@ def _nvfp4_codes(data, scales_at, there, chunk, column):
 
 @gluon.jit
 def _fetch_codes(valid, data, scales_at, here, lists, to, L: gl.constexpr):
-    """The same of rows without a tail, e4m3 or NVFP4."""
+    """Decode a block of rows without a tail, e4m3 or NVFP4, to [8, 64, 64] in shared memory."""
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
     there = gl.expand_dims(valid, 1) & (column >= 0)
     for chunk in range(0, _CHUNKS):
@@ -120,8 +120,8 @@ def _fetch_codes(valid, data, scales_at, here, lists, to, L: gl.constexpr):
         elif not lists.FP8:
             rows = _nvfp4_codes(data, scales_at, there, chunk, column)
         else:
-            # No branch: the compiler would take all that follows for divergent, and would let no
-            # two matrix instructions of the kernel run at a time, those of other warps included.
+            # Do not branch: the compiler would treat all that follows as divergent, and would
+            # serialise all matrix instructions of the kernel, including those of other warps.
             fp8 = here == lists.FP8_FIRST
             first = _e4m3_codes(data, scales_at, there & fp8, chunk, column)
             second = _nvfp4_codes(data, scales_at, there & (fp8 == 0), chunk, column)
@@ -131,7 +131,10 @@ def _fetch_codes(valid, data, scales_at, here, lists, to, L: gl.constexpr):
 
 @gluon.jit
 def _fetch_block(slots, here, lists, to, L: gl.constexpr):
-    """Decode a block's rows to [8, 64, 64], and whether there is each; here: of the first list."""
+    """Decode a block's rows to [8, 64, 64] and return where there is a row.
+
+    ``here`` is True for slots of the first list.
+    """
     valid, data, scales_at = address(slots, here, lists)
     if lists.TAIL:
         _fetch_rows(valid, data, scales_at, to, L)
@@ -142,7 +145,7 @@ def _fetch_block(slots, here, lists, to, L: gl.constexpr):
 
 @gluon.jit
 def _fetch_tail(params, token, head0, token_stride, head_stride, to):
-    """The last 64 of 576 channels of 64 heads, to [64, 64]."""
+    """Load the last 64 of 576 channels of 64 heads to [64, 64] in shared memory."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
@@ -153,7 +156,7 @@ def _fetch_tail(params, token, head0, token_stride, head_stride, to):
 
 @gluon.jit
 def _fetch_v32_rows(valid, data, to, to_tail, L: gl.constexpr):
-    """Decode a block of rows to [8, 64, 64] and [64, 64]."""
+    """Decode a block of V3.2's rows to [8, 64, 64] and their tails to [64, 64] in shared memory."""
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, L)), 0)
     there = gl.expand_dims(valid, 1) & (column >= 0)
     at = gl.expand_dims(data, 1) + column
@@ -170,7 +173,7 @@ def _fetch_v32_rows(valid, data, to, to_tail, L: gl.constexpr):
 
 @gluon.jit
 def _weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
-    """Add a block to the sums of a pass: its values in k_s, weighed by its scores."""
+    """Add the values of the block in ``k_s``, weighed by its scores, to the sums of a pass."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     listed = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(0, S))
     scores = gl.where(gl.expand_dims(listed, 0) != 0, scores, MASKED)
@@ -194,7 +197,7 @@ def _weigh(scores, valid, low, high, highest, sums, factor, k_s, p_s, quarter):
 def _pass(
     lists, split, factor, q_s, k_s, p_s, quarter, q_tail, k_tail, V32: gl.constexpr
 ):  # fmt: skip
-    """Scores of all blocks, and sums of one quarter of the channels, as two tiles of 64."""
+    """Compute scores of all blocks, and sums of one quarter of the channels as two tiles of 64."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     L: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
@@ -213,8 +216,8 @@ def _pass(
         fence_async_shared()
         warpgroup_barrier()
         scores = gl.zeros([64, KEYS], gl.float32, S)
-        # Unrolled, its operands' addresses would be the same numbers as the kernel's own, which the
-        # compiler would then keep in registers across the kernel's loop.
+        # Do not unroll: the operands' addresses would equal the kernel's own, which the compiler
+        # would then keep in registers across the kernel's loop.
         for chunk in range(0, _CHUNKS):
             scores = warpgroup_mma(
                 q_s.index(chunk), k_s.index(chunk).permute((1, 0)), scores, is_async=True
@@ -265,7 +268,7 @@ def _store_partial(
 ):  # fmt: skip
     """Store a quarter of a split's partial, times a power of two with which float16 holds it.
 
-    The channels before the tail times ``LIFT`` besides, as in other partials.
+    Channels before the tail are also multiplied by ``LIFT``, as in other partials.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     partials, H = params.partials, params.H
@@ -288,16 +291,16 @@ def _store_partial(
 
 @gluon.jit
 def _largest_of(low, high, sums):
-    """The largest magnitude of a quarter of a split's result, for each head."""
+    """Return the largest magnitude in a quarter of a split's result, for each head."""
     both = gl.maximum(gl.max(gl.abs(low), 1), gl.max(gl.abs(high), 1))
     return gl.where(sums == 0, 0.0, both / sums)
 
 
 @gluon.jit
 def any_overflow(overflowed, ROWS: gl.constexpr):
-    """Whether the overflow flags of a CTA's splits, summed up in shared memory, have a NaN."""
+    """True if the sum in shared memory of the overflow flags of a CTA's splits has a NaN."""
     L: gl.constexpr = gl.BlockedLayout([ROWS // 32 if ROWS > 32 else 1], [32], [4], [0])
-    flags = gl.sum(overflowed.load(L), 0)  # in every warp by itself
+    flags = gl.sum(overflowed.load(L), 0)  # every warp sums on its own
     return flags != flags
 
 
@@ -325,7 +328,7 @@ def _store_quarter(
 
 @gluon.jit
 def _begin(whole, work):
-    """The first of eight steps: four look for the largest, which whole work tiles do without."""
+    """Return the first of eight steps; the first four find the largest value of partials."""
     if not work.SPLIT:
         return 4
     elif work.PARTLY:
@@ -341,9 +344,10 @@ def bf16_fallback(
 ):  # fmt: skip
     """Overwrite the results of the CTA's flagged splits.
 
-    q_memory and k_memory are shared memory of at least 64 KiB each, p_memory of 8 KiB, that nobody
-    uses any more; if V32 (rows are those of V3.2), so are the tails' memories, of at least 8 KiB.
-    ROWS: heads of a tile, as in partials. The other arguments are the kernels'.
+    ``q_memory`` and ``k_memory`` are at least 64 KiB each of shared memory that is no longer in
+    use, and ``p_memory`` 8 KiB. With V32 (rows of V3.2), the tails' memories have at least 8 KiB
+    each. ROWS is the number of heads in a tile, as in partials. The other arguments are the
+    kernels'.
     """
     q_token = params.q_token * 2  # in elements
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -363,13 +367,13 @@ def bf16_fallback(
         if flags != flags:
             head0 = split.tile * ROWS
             head = head0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-            if ROWS < 64:  # the others are another tile's
+            if ROWS < 64:  # heads from ROWS on belong to another tile
                 head = gl.where(head < head0 + ROWS, head, params.H)
             _fetch_q(params, split.token, head0, q_token, params.Q_HEAD * 2, q_s)
             if V32:
                 _fetch_tail(params, split.token, head0, q_token, params.Q_HEAD * 2, q_tail)
             largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
-            # Partials need the largest of all channels before the first is written.
+            # The largest magnitude over all channels is needed before the first partial is written.
             for step in range(_begin(split.whole, work), 8):
                 quarter = step % 4
                 factor = params.scale * LOG2E

@@ -1,12 +1,12 @@
-"""Epilogues of Hopper's decode kernels: a split's result leaves as output, or as a partial.
+"""Epilogues of Hopper's decode kernels, which store a split's result as output or as a partial.
 
-A split that is a whole work tile writes heads, rounded or rotated back and quantised (see
-``_gluon_epilogue``), and the lse. Any other stores its partial: float16 heads, each divided by its
-sum, and ``SUMS`` numbers a head for the combine.
+A split that is a whole work tile writes the lse and its heads, which are rounded, or rotated back
+and quantised (see ``_gluon_epilogue``). Any other split stores its partial: float16 heads, each
+divided by its sum, and ``SUMS`` numbers per head for the combine.
 
-Tiles of 64 heads (m64) leave in halves of 256 channels by way of the shared memory of the last
-block, which is given back to the producers afterwards. In swap_ab rows of results are channels;
-they leave as rows of heads.
+Tiles of 64 heads (m64) are stored in halves of 256 channels through the shared memory of the last
+block, which then goes back to the producers. In swap_ab the rows of results are channels; they are
+transposed to rows of heads.
 """
 
 from triton.experimental import gluon
@@ -33,21 +33,21 @@ LN2 = gl.constexpr(0.6931471805599453)
 NO_MAXIMUM = gl.constexpr(-1e29)
 # float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
 SHIFT = gl.constexpr(15.0)
-# Numbers a head that a partial has beside its result: reference exponent, sum, factor of the
-# result, and padding.
+# Numbers per head stored beside a partial's result: reference exponent, sum, factor of the result,
+# and padding.
 SUMS = gl.constexpr(4)
 
 
 @aggregate
 class Partials:
-    """Where a launch stores partials, and what it says about its splits.
+    """Destination of a launch's partials and of its notes about splits.
 
     Attributes:
-        desc: TMA descriptor of ``heads``, boxes of 64 heads; None where threads store them.
-        flags: float32 [splits, heads of a tile], overflow flags; see ``gluon_sm90_bf16_fallback``.
-        heads: float16 [slots, heads of a tile, 512].
-        sums: float32 [slots, heads of a tile, SUMS].
-        spans: int32; see ``gluon_sm90_tile_scheduler``.
+        desc: TMA descriptor of ``heads`` in boxes of 64 heads; None where threads store them.
+        flags: float32 [splits, heads of a tile], overflow flags of ``gluon_sm90_bf16_fallback``.
+        heads: results of the splits, float16 [slots, heads of a tile, 512].
+        sums: numbers of each head, float32 [slots, heads of a tile, SUMS].
+        spans: int32 table that ``gluon_sm90_tile_scheduler`` defines.
     """
 
     desc: object
@@ -64,24 +64,24 @@ class Partials:
 
 @aggregate
 class Params:
-    """What a launch is given besides its lists.
+    """Arguments of a launch besides its lists.
 
     Attributes:
-        q: bfloat16 or float16 [T, H, channels].
-        out: see ``_gluon_epilogue.Output``.
-        out_desc: TMA descriptor of its heads, or None.
-        partials: see ``Partials``.
+        q: queries of bfloat16 or float16, [T, H, channels].
+        out: output, a ``_gluon_epilogue.Output``.
+        out_desc: TMA descriptor of the output's heads, or None.
+        partials: destination of partials, a ``Partials``.
         q_desc: TMA descriptor of queries; None where threads load them.
-        H: heads.
-        q_token: stride of queries, in int32.
-        out_token: stride of ``out``, in elements.
-        lse: float32 [T, H].
+        H: number of heads.
+        q_token: int32 words from one token's queries to the next.
+        out_token: elements from one token of ``out`` to the next.
+        lse: log-sum-exp to be written, float32 [T, H].
         sink: float32 [H], read if SINK.
-        scale: of the scores.
+        scale: factor of the scores before the softmax.
         empty: lse of a token without rows.
-        SINK: there is one.
-        Q_HEAD: stride of a head of queries, in int32.
-        OUT_HEAD: stride of a head of ``out``, in elements.
+        SINK: True if heads have sinks.
+        Q_HEAD: int32 words from one head of the queries to the next.
+        OUT_HEAD: elements from one head of ``out`` to the next.
     """
 
     q: gl.tensor
@@ -116,7 +116,7 @@ class Params:
 
 @gluon.jit
 def load_sink(params, heads):
-    """The sink of each head in units of log 2, or -inf; loaded long before it is needed."""
+    """Load each head's sink in units of log 2, or -inf; called long before the value is needed."""
     if params.SINK:
         return gl.load(params.sink + heads, mask=heads < params.H, other=0.0) * LOG2E
     else:
@@ -125,19 +125,19 @@ def load_sink(params, heads):
 
 @gluon.jit
 def denominator(sums, top, sink):
-    """Denominator: the sums and the sink."""
+    """Return the softmax denominator: the sums of the rows and the sink."""
     return sums + gl.exp2(sink - top)
 
 
 @gluon.jit
 def log_sum(sums, top, empty):
-    """Natural logarithm of the sum of the rows' exponentials; ``empty`` without rows."""
+    """Return the natural logarithm of the sum of the rows' exponentials; ``empty`` without rows."""
     return gl.where(sums == 0, empty, (top + gl.log2(sums)) * LN2)
 
 
 @gluon.jit
 def _natural(y):
-    """Columns of the right half, whose last 64 are in ``tail_order``, in their own order."""
+    """Put columns of the right half, whose last 64 are in ``tail_order``, into their own order."""
     L: gl.constexpr = y.type.layout
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, L)), 0)
     # Every other eight channels are those of the tail's second half.
@@ -150,7 +150,7 @@ def _natural(y):
 def _stage(y, packed, buffer, TYPE: gl.constexpr, TAIL: gl.constexpr):
     """Put half a result [64, 256] as TYPE into a buffer of ``packed``, int32 [2, 64, 128].
 
-    TAIL: the last 64 channels are a tail's, in ``tail_order``, and leave it.
+    With TAIL, the last 64 channels come in ``tail_order`` and are put into their own order.
     """
     if TAIL:
         y = _natural(y)
@@ -173,9 +173,9 @@ def _chunks(packed, TYPE: gl.constexpr):
 def _store_half(
     packed, to, buffer, tile, H, TYPE: gl.constexpr, HEAD: gl.constexpr, PART: gl.constexpr
 ):
-    """Write half of a tile's heads [64, 256] to memory.
+    """Write half of a tile's heads [64, 256] to memory by threads.
 
-    to: the first head's first channel. HEAD: stride of to.
+    ``to`` points to the first head's first channel, and HEAD is its stride between heads.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WIDTH: gl.constexpr = 2 * CHUNK
@@ -190,7 +190,7 @@ def _store_half(
 
 @gluon.jit
 def _tma_store_half(packed, to, token, head, H, buffer, TYPE: gl.constexpr, PART: gl.constexpr):
-    """Let TMA do the same, by a descriptor; it leaves out heads that there are not."""
+    """Store half of a tile's heads by TMA, which leaves out heads past the last."""
     BOX: gl.constexpr = to.block_shape[-2]
     WIDTH: gl.constexpr = to.block_shape[-1]
     COUNT: gl.constexpr = HALF // WIDTH
@@ -221,7 +221,7 @@ def _store_out(packed, buffer, params, angles, split, PART: gl.constexpr, TAIL: 
 
 @gluon.jit
 def stage(y, packed, buffer, out, work, whole, TAIL: gl.constexpr):
-    """Put half of a split, the output if it is ``whole``, into the buffer of its last block."""
+    """Put half of a split's result, the output if ``whole``, into the buffer of its last block."""
     if not work.SPLIT:
         _stage(y, packed, buffer, out.TYPE, TAIL and out.ROPE_DIM == 0)
     elif work.PARTLY:
@@ -243,9 +243,9 @@ def _store_part(packed, buffer, params, split, PART: gl.constexpr):
 def store_half_split(
     packed, buffer, free, params, angles, work, split, PART: gl.constexpr, TAIL: gl.constexpr
 ):
-    """Store what ``stage`` has put there as output or partial, and give the buffer back.
+    """Store the staged half as output or partial, and give its buffer back to the producers.
 
-    TAIL: rows have one, so that quantised output is staged in ``tail_order``.
+    TAIL is True if rows have a tail, so that quantised output is staged in ``tail_order``.
     """
     if not work.SPLIT:
         _store_out(packed, buffer, params, angles, split, PART, TAIL)
@@ -256,15 +256,15 @@ def store_half_split(
             _store_part(packed, buffer, params, split, PART)
     else:
         _store_part(packed, buffer, params, split, PART)
-    # What TMA has taken has been read. No fence: the buffer will be overwritten as it was read, and
-    # its next reader fences.
+    # After this wait TMA has read the buffer. It needs no fence: the buffer will be overwritten
+    # through the proxy that read it, and its next reader fences.
     tma.store_wait(0)
     mbarrier.arrive(free.index(buffer), count=1)
 
 
 @gluon.jit
 def unlift(whole, work):
-    """What brings the channels before the tail to their size; the combine does it for partials."""
+    """Return the factor that removes ``LIFT`` before the tail; partials leave it to the combine."""
     if not work.SPLIT:
         return 1.0 / LIFT
     elif work.PARTLY:
@@ -295,13 +295,13 @@ def store_lse(params, split, head, top, sums):
 
 @gluon.jit
 def stores_done():
-    """Wait until what TMA took has arrived, so that it may be written again."""
+    """Wait until TMA's stores are complete, so that their destination may be written again."""
     cp_async_bulk_wait_group_0()
 
 
 @gluon.jit
 def _transposed(y, packed, TYPE: gl.constexpr, PART: gl.constexpr, HEADS: gl.constexpr):
-    """Y [256, HEADS] as rows of heads, by way of shared memory: int32 [2, HEADS, 128]."""
+    """Transpose y [256, HEADS] to rows of heads through shared memory, int32 [2, HEADS, 128]."""
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     stage = view(packed, TYPE, [2, HEADS, HALF], HALVES).index(PART)
     stage.permute((1, 0)).store(y.to(TYPE))
@@ -312,7 +312,7 @@ def _transposed(y, packed, TYPE: gl.constexpr, PART: gl.constexpr, HEADS: gl.con
 def _store_heads(
     rows, to, H, HEAD: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr, HEADS: gl.constexpr
 ):
-    """Write half of all heads; HEAD: stride of ``to``; TAIL: see ``store_half_split``."""
+    """Write half of all heads, HEAD elements apart; TAIL is that of ``store_half_split``."""
     L: gl.constexpr = rows.type.layout
     head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)), 1)
     channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, L))
@@ -342,7 +342,7 @@ def store_output(
 ):  # fmt: skip
     """Store the output of a whole work tile.
 
-    low: whether a row of right is before the tail; TAIL: there is one.
+    ``low`` is True for rows of ``right`` before the tail, and TAIL is True if there is one.
     """
     head0 = split.tile * HEADS
     head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))
@@ -360,7 +360,7 @@ def store_partial(
     left, right, sums, top, packed, params, split,
     TAIL: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Store the partial of a split; TAIL: rows have one."""
+    """Store the partial of a split; TAIL is True if rows have a tail."""
     partials, slot = params.partials, split.slot
     H = params.H
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, L))

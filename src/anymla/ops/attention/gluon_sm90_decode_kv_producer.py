@@ -1,24 +1,25 @@
-"""KV producer warpgroups: fetch coded rows, decode them to float16, leave them in shared memory.
+"""Producer warpgroups that load coded KV rows and decode them to float16 in shared memory.
 
-V4's rows: 448 codes, seven scale bytes in a plane of their own, 64 bfloat16 (the tail). Channels
-are stored times ``LIFT`` = 2^7 (the first 448) and as they are (the tail), so that every value a
-writer emits is exact: scale bytes 105 to 127 are, and anything else sets the row's bias to NaN,
-which turns the sums into NaN; see ``gluon_sm90_bf16_fallback``.
+V4's rows have 448 codes, seven scale bytes in a plane of their own, and 64 bfloat16 (the tail). The
+first 448 channels are stored times ``LIFT`` = 2^7, and the tail as it is, so that every value a
+writer emits is exact. Scale bytes 105 to 127 are exact; any other sets the row's bias to NaN, which
+turns the sums into NaN; see ``gluon_sm90_bf16_fallback``.
 
-V3.2's rows (``produce_v32``): 512 codes, four float32 scales, 64 bfloat16 that are no value and
-have a buffer of their own. Four lanes share a row, and each reads all four scales at once. A scale
-outside the range in which float16 is exact for powers of two, or a tail that float16 does not hold,
-sets the row's bias to NaN; other scales are rounded to float16, and so are the products.
+V3.2's rows (``produce_v32``) have 512 codes, four float32 scales, and 64 bfloat16 that are not part
+of the value and have a buffer of their own. Four lanes share a row, and each reads all four scales
+at once. A row's bias is set to NaN by a scale outside the range in which float16 is exact for
+powers of two, or by a tail that float16 does not hold. Other scales are rounded to float16, and so
+are the products.
 
-V4.1's rows of 528 bytes have no tail: 512 codes with a scale byte for 32 of them. All channels are
-stored times ``LIFT``. Where a list has NVFP4 rows, another producer fills the buffers.
+V4.1's rows of 528 bytes have no tail, but 512 codes with a scale byte per 32 of them. All channels
+are stored times ``LIFT``. Where a list has NVFP4 rows, another producer fills the buffers.
 
-Four lanes share a row. A lane takes 16 codes of each 64, which become 32 bytes of float16 that are
-neighbours in shared memory. The tail is read as two times 64 bytes for the four lanes, which leaves
-its groups of eight channels in ``tail_order``, which q and the output get too.
+Four lanes share a row. A lane takes 16 codes of each 64, which become 32 adjacent bytes of float16
+in shared memory. The four lanes read the tail as two times 64 bytes. This leaves its groups of
+eight channels in ``tail_order``, to which q and the output are permuted as well.
 
-Everything is packed int32 on the way, two float16 each: a tensor of bytes takes a register for
-every byte.
+All values on the way are packed int32, two float16 each, because a tensor of bytes takes a register
+per byte.
 """
 
 from triton.experimental import gluon
@@ -44,14 +45,14 @@ NOPE = gl.constexpr(get_layout(MAIN_FP8).nope)
 LIFT = gl.constexpr(2.0**float16_range.LIFT)
 assert float16_range.exact_scale_bytes(float16_range.LIFT) == (105, 127)  # see ``_inexact_bytes``
 MASKED = gl.constexpr(-1e30)
-_ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # scale bytes of rows that are not there: 1
+_ONES = gl.constexpr(0x7F7F7F7F7F7F7F7F)  # eight scale bytes of 1.0, for rows that are not listed
 
 _V32 = get_layout(V32_FP8)
 _V32_ROW = gl.constexpr(_V32.data_bytes)
 V32_SCALES = gl.constexpr(_V32.nope)
 V32_TAIL = gl.constexpr(_V32.rope_start)
 _EXACT = float16_range.exact_scale_exponents(float16_range.LIFT)
-# Bits of float32: the exponent field.
+# Bits of float32 scales, whose exponent field begins at bit 23.
 _LEAST_SCALE = gl.constexpr(127 + _EXACT[0] << 23)
 _LAST_SCALE = gl.constexpr(127 + _EXACT[1] << 23)
 _NOTHING = gl.constexpr(127 - 100 << 23)
@@ -61,10 +62,10 @@ _TOO_LARGE = gl.constexpr(0x4780)  # 2^16 as bits of bfloat16
 
 @gluon.jit
 def slots_of(block, split, lists, r):
-    """What the list says in columns ``r`` of a block, -1 where there is no column.
+    """Load a list's slots in columns ``r`` of a block, -1 where there is no column.
 
-    Nothing is done with it here: a producer loads the list of a later block, and whatever looked
-    at the values would wait for them.
+    The values must not be used here: a producer loads the list of a later block, and any use would
+    wait for them.
     """
     if lists.TWO:
         here = block < split.blocks0
@@ -82,7 +83,7 @@ def slots_of(block, split, lists, r):
 
 @gluon.constexpr_function
 def _places(codec, page):
-    """Bytes from an entry of a page to the next, to the first scales, from scales to scales."""
+    """Return bytes from entry to entry, from page to first scales, and from scales to scales."""
     whole = codec.data_bytes + codec.scale_bytes
     if codec.interleaved:
         return whole, codec.data_bytes, whole
@@ -91,9 +92,9 @@ def _places(codec, page):
 
 @gluon.jit
 def address(slots, here, lists):
-    """Whether there is a row, and the addresses of its data and of its scales.
+    """Return where there is a row, and the addresses of its data and of its scales.
 
-    ``here``: the slots are those of the first list.
+    ``here`` is True for slots of the first list.
     """
     limit = lists.limits[0]
     if lists.TWO:
@@ -132,7 +133,7 @@ def address(slots, here, lists):
 
 @gluon.jit
 def _last_load(at, there, lists, BETWEEN: gl.constexpr):
-    """The last 64 channels: codes, or a tail's two times 16 bytes, as eight int32."""
+    """Load the last 64 channels, codes or a tail's two times 16 bytes, as eight int32."""
     if lists.TAIL:
         first = ld_global_v4_if(at + NOPE, there, not BETWEEN)
         return first + ld_global_v4_if(at + NOPE + 64, there, not BETWEEN)
@@ -142,9 +143,9 @@ def _last_load(at, there, lists, BETWEEN: gl.constexpr):
 
 @gluon.jit
 def loads_before_here(BETWEEN: gl.constexpr, WARPS: gl.constexpr = 4):
-    """If BETWEEN, the compiler leaves loads before this where they are.
+    """Keep the compiler from moving earlier loads past this point, if BETWEEN.
 
-    It moves all of a block's loads to the end of the trip otherwise, so that none is under way
+    Otherwise it moves all of a block's loads to the end of the trip, so that none is under way
     while a block is decoded.
     """
     if BETWEEN:
@@ -154,9 +155,10 @@ def loads_before_here(BETWEEN: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def _into_l2(data, scales_at, valid, lane):
-    """Prefetch rows to the L2 cache: nine times 64 bytes, and their scales.
+    """Prefetch rows, nine times 64 bytes, and their scales to the L2 cache.
 
-    Four lanes share a row, and each prefetches three: the third of the second lane is the scales.
+    Four lanes share a row, and each prefetches three lines; the third of the second lane is the
+    scales.
     """
     there = gl.expand_dims(valid, 1)
     data = gl.expand_dims(data, 1)
@@ -168,7 +170,7 @@ def _into_l2(data, scales_at, valid, lane):
 
 @gluon.jit
 def codes_into_l2(data, scales_at, valid, lane, fp8, lists):
-    """The same of rows without a tail: eight times 64 bytes, or four, and their scales."""
+    """Prefetch rows without a tail, eight or four times 64 bytes, and their scales to L2."""
     there = gl.expand_dims(valid, 1).to(gl.int32) + lane * 0
     more = there
     if not lists.FP8:
@@ -183,7 +185,7 @@ def codes_into_l2(data, scales_at, valid, lane, fp8, lists):
 
 @gluon.jit
 def _factor(lifted, PLACE: gl.constexpr):
-    """2^(byte - 127) of byte PLACE of each int32, as two float16."""
+    """Convert byte PLACE of each int32 to 2^(byte - 127), as two float16."""
     if PLACE == 0:
         bits = lifted << 23
     elif PLACE == 1:
@@ -201,7 +203,7 @@ def _factor(lifted, PLACE: gl.constexpr):
 
 @gluon.jit
 def _inexact_bytes(low, high):
-    """Where one of the seven scale bytes is outside 105 .. 127, as a non-zero int32."""
+    """Return a non-zero int32 where one of the seven scale bytes is outside 105 to 127."""
     fine_low = ((low & 0x7F7F7F7F) + 0x17171717) & ~low
     fine_high = ((high & 0x7F7F7F7F) + 0x17171717) & ~high
     return (~fine_low & -0x7F7F7F80) | (~fine_high & 0x00808080)
@@ -209,7 +211,7 @@ def _inexact_bytes(low, high):
 
 @gluon.jit
 def outside(word):
-    """Where one of four scale bytes is outside 105 .. 127, as a non-zero int32."""
+    """Return a non-zero int32 where one of four scale bytes is outside 105 to 127."""
     return ~(((word & 0x7F7F7F7F) + 0x17171717) & ~word) & -0x7F7F7F80
 
 
@@ -220,14 +222,14 @@ def _any_outside(a, b, c, d):
 
 @gluon.jit
 def _row_of_eight(a, b, c, d, e, f, g, h, ROWS: gl.constexpr):
-    """Pairs 0 .. 7 of each lane side by side: [ROWS, 32]."""
+    """Arrange pairs 0 to 7 of each lane side by side as [ROWS, 32]."""
     joined = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
     return gl.reshape(gl.permute(joined, (0, 1, 4, 3, 2)), [ROWS, 32])
 
 
 @gluon.jit
 def block_of_64(x, lifted, PLACE: gl.constexpr, ROWS: gl.constexpr):
-    """64 channels of every row: [ROWS, 32] pairs."""
+    """Decode 64 channels of every row to [ROWS, 32] pairs."""
     factor = _factor(lifted, PLACE)
     a, b = cvt_f16x2_e4m3x4_mul(x[0], factor)
     c, d = cvt_f16x2_e4m3x4_mul(x[1], factor)
@@ -238,7 +240,7 @@ def block_of_64(x, lifted, PLACE: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _tail(x, ROWS: gl.constexpr):
-    """The bfloat16 channels of every row, in ``tail_order``: [ROWS, 32] pairs."""
+    """Convert the bfloat16 channels of every row, in ``tail_order``, to [ROWS, 32] pairs."""
     return _row_of_eight(
         cvt_f16x2_bf16x2(x[0]), cvt_f16x2_bf16x2(x[1]),
         cvt_f16x2_bf16x2(x[2]), cvt_f16x2_bf16x2(x[3]),
@@ -249,15 +251,18 @@ def _tail(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def half_row(a, b, c, d, ROWS: gl.constexpr):
-    """Four blocks side by side: [ROWS, 128] pairs."""
+    """Arrange four blocks side by side as [ROWS, 128] pairs."""
     joined = gl.join(gl.join(a, b), gl.join(c, d))
     return gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [ROWS, 128])
 
 
 @gluon.jit
 def _fp8_half(a, b, c, d, low, high, lane, ROWS: gl.constexpr):
-    """256 channels of every e4m3 row: [ROWS, 128] pairs. low, high: bytes of their scales."""
-    # Of the two blocks in 64 channels a lane has 16 of one.
+    """Decode 256 channels of every e4m3 row to [ROWS, 128] pairs.
+
+    ``low`` and ``high`` hold the bytes of their scales.
+    """
+    # 64 channels are two blocks, and a lane has 16 channels of one of them.
     lifted = prmt_b32(gl.expand_dims(low, 1), gl.expand_dims(high, 1), 0x6420 + lane // 32 * 0x1111)
     lifted = lifted + 0x07070707
     return half_row(
@@ -277,7 +282,7 @@ def put(buffer, x, ROWS: gl.constexpr, ROW0: gl.constexpr):
 
 @gluon.jit
 def first_slots(block, split, lists, work, r, TURNS: gl.constexpr):
-    """Slots of a split's first block; if it is known, without waiting for the lengths."""
+    """Load the slots of a split's first block, if it is known without waiting for the lengths."""
     if work.BY_WIDTH:
         width, column = lists.widths[0], block * KEYS + r
         row = lists.slots[0].to(gl.int64) + split.token * lists.strides[0].to(gl.int64) * 4
@@ -314,35 +319,36 @@ def produce(
 ):  # fmt: skip
     """Fill the buffers with the blocks of all splits of V4's rows, or of V4.1's e4m3 rows.
 
-    Producers either take rows ROW0 .. ROW0 + ROWS of every block, or all rows of every TURNS-th
-    block. These are counted over all splits, so that no producer skips a buffer's turn: a barrier
-    tells two neighbouring phases apart, but not the one before from the one after.
+    Producers take either rows ROW0 .. ROW0 + ROWS of every block, or all rows of every TURNS-th
+    block. Blocks are counted over all splits, so that no producer skips a buffer's turn: a barrier
+    tells two neighbouring phases apart, but not the phase before from the one after.
 
     Args:
-        lists: see ``gluon_sm90_tile_scheduler``.
-        work: likewise.
-        shared: the kernel's shared memory, of which
-            left: int32 [BUFFERS, 64, 128], channels 0 .. 255 as pairs of float16.
-            right: int32 [BUFFERS, 64, 128], channels 256 .. 511, the tail in ``tail_order``.
-            bias: float32 [BUFFERS, 64]: 0, MASKED where there is no row, NaN where float16 is not
-                exact.
-        ready: barriers [BUFFERS], an arrival each time a producer has filled its rows.
+        lists: ``Lists`` of ``gluon_sm90_tile_scheduler``.
+        work: ``WorkRange`` of ``gluon_sm90_tile_scheduler``.
+        shared: shared memory of the kernel, of which ``left`` is int32 [BUFFERS, 64, 128], channels
+            0 .. 255 as pairs of float16; ``right`` is int32 [BUFFERS, 64, 128], channels 256 ..
+            511, with the tail in ``tail_order``; ``bias`` is float32 [BUFFERS, 64], 0, or MASKED
+            where there is no row, or NaN where float16 is not exact.
+        ready: barriers [BUFFERS], at which a producer arrives each time it has filled its rows.
         free: barriers [BUFFERS], completed each time the consumers are done with a buffer.
-        ROWS: rows that this producer fills.
-        ROW0: the first of them.
+        ROWS: number of rows that this producer fills.
+        ROW0: index of the first of these rows.
         BUFFERS: number of buffers.
-        TURN: see above.
-        TURNS: see above.
-        BETWEEN: load the next rows between the stores of a block, not behind them. That helps
-            where a producer has all rows of a block, and hurts where stores are waited for.
+        TURN: index of the first block that this producer fills.
+        TURNS: number of producers that take blocks in turn.
+        BETWEEN: True to load the next rows between the stores of a block, False to load them
+            behind. This helps a producer of all rows of a block, and hurts where stores are waited
+            for.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, L)), 0) * 16
-    # Rows that two tiles read come from the L2 cache half of the time anyway.
+    # Prefetching does not pay for rows that two tiles read: they come from the L2 cache half of the
+    # time anyway.
     NEAR: gl.constexpr = work.HEAD_TILES == 1 and not work.ONE_BLOCK
     gdc_wait(WARPGROUP=True)
-    before = 0  # blocks of the splits before
+    before = 0  # blocks in all previous splits
     for k in range(0, work.count):
         split = split_at(k, work, lists)
         own = split.first + (before + TURN) % TURNS
@@ -421,7 +427,7 @@ def produce(
             if lists.TAIL:
                 scales = next_scales
             else:
-                # Only now: registers do not suffice for both blocks' scales.
+                # Load the scales only now: registers do not suffice for both blocks' scales.
                 scales = ld_global_v4_if(scales_at, next_valid.to(gl.int32), not BETWEEN)
             loads_before_here(BETWEEN)
             put(shared.bias.index(buffer), gl.where(valid, row_bias, MASKED), ROWS, ROW0)
@@ -433,7 +439,7 @@ def produce(
 
 @gluon.jit
 def v32_address(slots, lists):
-    """Whether there is a row, and its address."""
+    """Return where there is a row, and its address."""
     PAGE: gl.constexpr = lists.PAGE0
     STEP: gl.constexpr = lists.STEP0
     valid = (slots >= 0) & (slots < lists.limits[0])
@@ -445,20 +451,20 @@ def v32_address(slots, lists):
 
 @gluon.jit
 def _inexact_scale(scale):
-    """Whether a scale's bits are outside the window, and not nothing, as 0 or 1."""
+    """Return 1 where a scale's bits are outside the window and larger than nothing, else 0."""
     outside = (scale < _LEAST_SCALE) & (scale > _NOTHING)
     return (outside | (scale > _LAST_SCALE) | (scale < 0)).to(gl.int32)
 
 
 @gluon.jit
 def _scale_pair(scale):
-    """A scale's bits, lifted, as two float16."""
+    """Lift a scale given by its bits and return it as two float16."""
     return cvt_f16x2_f32(scale + _LIFTED)
 
 
 @gluon.jit
 def _v32_block(x, factor, ROWS: gl.constexpr):
-    """64 channels of every row: [ROWS, 32] pairs."""
+    """Decode 64 channels of every row to [ROWS, 32] pairs."""
     a, b = cvt_f16x2_e4m3x4_mul(x[0], factor)
     c, d = cvt_f16x2_e4m3x4_mul(x[1], factor)
     e, f = cvt_f16x2_e4m3x4_mul(x[2], factor)
@@ -468,7 +474,7 @@ def _v32_block(x, factor, ROWS: gl.constexpr):
 
 @gluon.jit
 def _largest(x):
-    """Largest magnitude of eight packed bfloat16, as its bits."""
+    """Return the bits of the largest magnitude of eight packed bfloat16."""
     a = gl.maximum(x[0] & 0x7FFF, (x[0] >> 16) & 0x7FFF)
     b = gl.maximum(x[1] & 0x7FFF, (x[1] >> 16) & 0x7FFF)
     c = gl.maximum(x[2] & 0x7FFF, (x[2] >> 16) & 0x7FFF)
@@ -481,9 +487,9 @@ def produce_v32(
     lists, work, shared, ready, free,
     ROWS: gl.constexpr, ROW0: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the buffers with the blocks of all splits: rows ROW0 .. ROW0 + ROWS of each block.
+    """Fill the buffers with rows ROW0 .. ROW0 + ROWS of each block of all splits of V3.2's rows.
 
-    ``shared.tail`` is int32 [BUFFERS, 64, 32]; the others are those of ``produce``.
+    ``shared.tail`` is int32 [BUFFERS, 64, 32]; other arguments are those of ``produce``.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))

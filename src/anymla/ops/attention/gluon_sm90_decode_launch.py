@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
-from anymla.formats.pages import pages_of
 from anymla.formats.triton_rows import RowCodec, row_codec
-from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
+from anymla.ops._epilogue import InverseRopeQuant, QuantizedOut, epilogue_pointers
 from anymla.ops._triton_epilogue import inverse_rope_quantize
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
+from anymla.ops.attention.cache_rows import CacheRows
 from anymla.ops.attention.decode_config import (
     CONSUMER1_REGISTERS,
     M64,
@@ -52,53 +53,16 @@ _ROPE_DIM = 64  # channels that the kernels' own epilogue rotates
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheRows:
-    """One cache and which of its rows each token reads; lists have unit stride along a row."""
-
-    cache: Tensor
-    indices: Tensor
-    lengths: Tensor | None
-    layout: str
-
-    @classmethod
-    def of(cls, cache: Tensor, indices: Tensor, lengths: Tensor | None, layout: str) -> CacheRows:
-        """From arguments of the operation."""
-        indices = indices.squeeze(1) if indices.ndim == 3 else indices
-        if indices.numel() and indices.stride(1) != 1:
-            indices = indices.contiguous()
-        dense = None if lengths is None else lengths.contiguous()
-        return cls(pages_of(cache), indices, dense, layout)
-
-    def part(self, tokens: slice) -> CacheRows:
-        """The same for some of the tokens."""
-        lengths = None if self.lengths is None else self.lengths[tokens]
-        return CacheRows(self.cache, self.indices[tokens], lengths, self.layout)
-
-    @property
-    def width(self) -> int:
-        """Columns of the list."""
-        return self.indices.shape[1]
-
-    @property
-    def limit(self) -> int:
-        """Slots are below."""
-        return min(self.cache.shape[0] * self.cache.shape[1], _LARGEST_INT32)
-
-
-Listed = tuple[Tensor | None, Tensor | None, Tensor | None, str]
-
-
-@dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call reads, and how it is launched.
+    """Inputs of one attention, in the form that the kernels read, and its schedule.
 
     Attributes:
-        q: [T, H, D], whose heads can be moved 16 bytes at a time.
-        rows: of one or two caches.
-        sink: float32 [H], or None.
-        scale: of the scores.
-        schedule: see ``config``.
-        plan: of a planned schedule, or None.
+        q: queries [T, H, D], whose heads can be moved 16 bytes at a time.
+        rows: rows of one cache or two, as ``CacheRows.dense`` returns them.
+        sink: one logit per head that carries no value, [H] float32, or None.
+        scale: factor of the scores.
+        schedule: cut of the work, from ``choose_schedule``.
+        plan: plan of a planned schedule, or None.
     """
 
     q: Tensor
@@ -112,27 +76,21 @@ class Call:
     def of(
         cls,
         q: Tensor,
-        first: Listed,
-        second: Listed,
+        rows: Sequence[CacheRows],
         sink: Tensor | None,
         scale: float | None,
         batch_invariant: bool,
         plan: Tensor | None,
     ) -> Call:
-        """From arguments of the operation; cache, lists, lengths and layout of either cache."""
+        """Prepare the operation's arguments and choose a schedule."""
         plan = None if batch_invariant else plan
         tokens, heads, channels = q.shape
-        rows = []
-        for cache, indices, lengths, layout in (first, second):
-            if cache is not None and indices is not None:
-                lengths = _lengths(lengths, tokens, q.device)
-                rows.append(CacheRows.of(cache, indices, lengths, layout))
         schedule = choose_schedule(
             tokens,
             heads,
             tuple(each.width for each in rows),
             target_of(q.device).sm_count,
-            lengths=first[2] is not None or second[2] is not None or plan is not None,
+            lengths=any(each.lengths is not None for each in rows) or plan is not None,
             batch_invariant=batch_invariant,
             planned=plan is not None,
             v32=channels == _V32.channels,
@@ -142,7 +100,7 @@ class Call:
             require(len(plan) == numbers, "sparse_attention", "plan", f"[{numbers}]", len(plan))
         return cls(
             q if _aligned(q) else q.clone(memory_format=torch.contiguous_format),
-            rows,
+            [_with_lengths(each.dense()) for each in rows],
             None if sink is None else sink.float().contiguous(),
             channels**-0.5 if scale is None else scale,
             schedule,
@@ -150,31 +108,28 @@ class Call:
         )
 
     def part(self, tokens: slice) -> Call:
-        """The same for some of the tokens."""
+        """Return the inputs of a slice of the tokens, with the same schedule."""
         rows = [each.part(tokens) for each in self.rows]
         return dataclasses.replace(self, q=self.q[tokens], rows=rows)
 
 
 def sparse_attention(
     q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None = None,
+    rows: Sequence[CacheRows],
     *,
     sink: Tensor | None = None,
     scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     value_dim: int | None = None,
     empty_lse: float | None = None,
     batch_invariant: bool = False,
     plan: Tensor | None = None,
+    epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
+    if epilogue is not None:
+        call = Call.of(q, rows, sink, scale, batch_invariant, plan) if q.numel() else None
+        return _quantised(q, call, epilogue)
     tokens, heads, channels = q.shape
     assert (channels if value_dim is None else value_dim) == _CHANNELS
     given = out
@@ -182,40 +137,20 @@ def sparse_attention(
         out = torch.empty((tokens, heads, _CHANNELS), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens and heads:
-        first = (k_cache, indices, lengths, layout)
-        second = (extra_cache, extra_indices, extra_lengths, extra_layout)
-        call = Call.of(q, first, second, sink, scale, batch_invariant, plan)
+        call = Call.of(q, rows, sink, scale, batch_invariant, plan)
         empty = float("-inf") if empty_lse is None else empty_lse
         attend(call, AttentionOut(out, lse, empty))
     return (out if given is None or given is out else given.copy_(out)), lse
 
 
-def sparse_attention_fp8_quant(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    n_groups: int,
-    sink: Tensor | None = None,
-    scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
-    batch_invariant: bool = False,
-    plan: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See the contract. Rounded to q's dtype in between, as separate calls do."""
-    to = QuantizedOut.allocate(q, positions, cos_sin_cache, native=True)
-    if q.shape[0] and q.shape[1]:
+def _quantised(q: Tensor, call: Call | None, epilogue: InverseRopeQuant) -> tuple[Tensor, Tensor]:
+    """Attend, round to q's dtype as separate calls do, rotate back and quantise.
+
+    ``call`` is None if there are no queries.
+    """
+    to = QuantizedOut.allocate(q, epilogue, native=True)
+    if call is not None:
         lse = scratch(tuple(q.shape[:2]), torch.float32, q.device)
-        first = (k_cache, indices, lengths, layout)
-        second = (extra_cache, extra_indices, extra_lengths, extra_layout)
-        call = Call.of(q, first, second, sink, scale, batch_invariant, plan)
         # The combine rotates any channels, the kernels' epilogue those of V4.
         if to.rope.dim == _ROPE_DIM or call.schedule.combined:
             attend(call, AttentionOut(call.q, lse, quantized=to))
@@ -223,31 +158,32 @@ def sparse_attention_fp8_quant(
             out = scratch(tuple(q.shape), q.dtype, q.device)
             attend(call, AttentionOut(out, lse))
             inverse_rope_quantize(out, to)
-    return to.results(n_groups)
+    return to.results(epilogue.n_groups)
 
 
 _endless: dict[torch.device, Tensor] = {}
 
 
-def _lengths(lengths: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:
-    """Lengths of lists; for full ones numbers that the kernels cut to the lists' width.
+def _with_lengths(rows: CacheRows) -> CacheRows:
+    """Give full lists lengths that the kernels cut to the lists' width.
 
     With 128 heads on an H200 the kernels without lengths take an eighth longer than those with.
     """
-    if lengths is not None:
-        return lengths
+    tokens, device = len(rows.indices), rows.indices.device
+    if rows.lengths is not None:
+        return rows
     found = _endless.get(device)
     if found is None or len(found) < tokens:
         if torch.cuda.is_current_stream_capturing():
-            return None  # what a graph writes is not there before it runs
+            return rows  # what a graph writes is not there before it runs
         found = torch.full((max(4096, 2 * tokens),), _LARGEST_INT32, dtype=torch.int32).to(device)
         torch.cuda.synchronize(device)
         _endless[device] = found
-    return found[:tokens]
+    return rows._replace(lengths=found[:tokens])
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether rows of heads can be moved 16 bytes at a time."""
+    """Return True if rows of heads can be moved 16 bytes at a time."""
     step = 16 // x.element_size()
     return (
         x.stride(2) == 1
@@ -258,7 +194,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def attend(call: Call, to: AttentionOut) -> None:
-    """Launch by a call's schedule, in as many parts as the workspace asks for."""
+    """Launch by the schedule, in as many parts as fit the workspace of partials."""
     tokens, schedule = len(call.q), call.schedule
     step = tokens
     if schedule.cut == Cut.EVERY:
@@ -314,7 +250,7 @@ def _launch(call: Call, to: AttentionOut) -> None:
 
 
 def _codec(layout: str) -> RowCodec | None:
-    """What ``Lists`` has of rows; None for V3.2's."""
+    """Return the codec of a layout's rows for ``Lists``; None for V3.2's."""
     return None if layout == V32_FP8 else row_codec(layout)
 
 
@@ -329,7 +265,11 @@ def _decoding(
     sink: bool,
     device: torch.device,
 ) -> PreparedLaunch:
-    """Of either kernel; of both caches' lists: whether there are two, lengths, pages, strides."""
+    """Prepare the launch of the kernel that the schedule names.
+
+    ``lists`` tells if there are two caches, if each one's list has lengths, and the page size and
+    page stride of each.
+    """
     two, length0, length1, page0, page1, step0, step1 = lists
     constants = schedule_constants(schedule, tokens) | {
         "TWO": two, "LENGTH0": length0, "LENGTH1": length1, "PAGE0": page0, "PAGE1": page1,
@@ -359,7 +299,7 @@ def _or(given: Tensor | None, other: Tensor) -> Tensor:
 
 
 def schedule_constants(schedule: Schedule, tokens: int) -> dict[str, Any]:
-    """Constants of both kernels that say how work is cut."""
+    """Return the constants of both kernels that say how work is cut."""
     return {
         "HEAD_TILES": schedule.head_tiles,
         "CUT": int(schedule.cut),
@@ -375,13 +315,15 @@ def schedule_constants(schedule: Schedule, tokens: int) -> dict[str, Any]:
 def _descriptors(
     schedule: Schedule, q: Tensor, out: Tensor | None, part: Tensor | None
 ) -> tuple[TensorDescriptor | None, ...]:
-    """What m64's kernel moves by TMA: heads, partials, queries; nothing of the other kernel.
+    """Return descriptors of what m64's kernel moves by TMA: heads, partials, queries.
+
+    The other kernel has none.
 
     Args:
-        schedule: of the call.
-        q: queries.
-        out: where the kernel writes heads, if it does.
-        part: where it stores partials, if it does.
+        schedule: cut of the work.
+        q: queries of all heads, [T, H, D].
+        out: heads [T, H, 512] that the kernel writes; None if it writes none.
+        part: partials [slots, heads of a tile, 512] that it stores; None if it stores none.
     """
     if schedule.heads != M64:
         return ()
@@ -394,7 +336,7 @@ def _descriptors(
 
 
 def _descriptor(rows: Tensor, heads: int) -> TensorDescriptor | None:
-    """Rows [., heads, 512] for TMA; None where threads have to move them.
+    """Describe rows [., heads, 512] to TMA; None if threads have to move them.
 
     Where a tile has no heads of another token, boxes are of two dimensions: heads of all tokens,
     channels; else of three, which end where a token's heads do. Partials have memory for a tile
@@ -413,7 +355,7 @@ def _descriptor(rows: Tensor, heads: int) -> TensorDescriptor | None:
 
 
 def plan_numbers(schedule: Schedule, tokens: int) -> int:
-    """How many numbers a plan has."""
+    """Return the number of int32 in a plan."""
     if schedule.longest_first:
         return tokens + 1
     spans = tokens * schedule.head_tiles

@@ -1,34 +1,34 @@
 """Decode attention over coded rows on Hopper, 64 heads as the rows of matrices (M = 64).
 
-Grid: at most one CTA an SM; each walks its splits of ``gluon_sm90_tile_scheduler``.
+The grid has at most one CTA per SM; each walks its splits of ``gluon_sm90_tile_scheduler``.
 
     consumer 0   Q K, softmax, P V of channels 0 .. 255      208 registers
     consumer 1   P V of channels 256 .. 511                  160
     producers    rows 0 .. 31 and 32 .. 63 of each block      72 each
 
 A block is 64 listed rows in float16, its halves of 256 channels in two allocations, double
-buffered. Keys and values are the same memory. Consumer 0 hands P, and by how much the sums decay,
-to consumer 1 through shared memory; after the last block of a split it passes on the factor of the
-result. Both write their half of the result through the buffer that the last block left, which they
-hold back from the producers.
+buffered. Keys and values are the same memory. Consumer 0 hands P, and the factors by which sums
+decay, to consumer 1 through shared memory; after the last block of a split it passes on the factor
+of the result. Both write their half of the result through the buffer of the last block, which they
+withhold from the producers until then.
 
-TMA brings the queries, issued by consumer 0 when the last scores of the split before are done, and
-takes outputs and partials; without descriptors threads move queries and outputs.
+TMA loads the queries, issued by consumer 0 after the last scores of the previous split, and stores
+outputs and partials. Where there are no descriptors, threads move queries and outputs.
 
 Barriers: ready[b] producers -> consumer 0 (consumer 1 learns through p_ready); free[b] both
 consumers -> producers; p_ready[s] consumer 0 -> 1; p_free[s] consumer 1 -> 0; q_full[half] TMA ->
 both consumers; q_ready consumer 1 -> 0 (its half is rounded); q_free consumer 0 -> 1, where threads
 load queries.
 
-A barrier that a specialisation does not use is not made: once it is initialised the compiler takes
-its memory for something else, which the initialisation, of another unit, then still overwrites.
+A barrier that a specialisation does not use must not be made: once it is initialised the compiler
+gives its memory to something else, and the initialisation, by another unit, may overwrite that.
 
 The proxy fence between the producers' stores and the matrix instructions stands on the reading
 side, behind the wait on ``ready``: in the producers it would wait for the loads of the next block.
 
-V32 is for V3.2's rows, keys of 576 channels of which 512 are the value: keys and queries have a
-third part, the tail, that only scores read, all channels of the halves are alike, and there is one
-buffer of P instead of two, for which there is no space. One list of one cache.
+V32 selects V3.2's rows, keys of 576 channels of which 512 are the value. Keys and queries then have
+a third part, the tail, which only scores read, and all channels of the halves are alike. There is
+one buffer of P instead of two, for lack of space, and one list of one cache.
 """
 
 from triton.experimental import gluon
@@ -86,7 +86,7 @@ from anymla.ops.attention.gluon_sm90_tile_scheduler import (
 
 @aggregate
 class Barriers:
-    """The barriers of a CTA; see the file. One of ``q_free`` and ``q_full`` is None."""
+    """Barriers of a CTA, explained at the top of the file; ``q_free`` or ``q_full`` is None."""
 
     ready: object
     free: object
@@ -109,19 +109,20 @@ class Shared:
 
     Attributes:
         q_packed: int32 [2, HEADS, 128], halves of the queries.
-        q_chunks: the same as int32 [8, HEADS, 32].
-        q: the same as float16.
-        k_left: left as float16.
-        left: int32 [2, 64, 128], channels 0 .. 255 of rows; then a finished result, as in right.
-        k_right: right as float16.
-        right: int32 [2, 64, 128], channels 256 .. 511.
-        p: float16 [P, HEADS, 64], probabilities.
-        decay: float32 [2, HEADS], by how much sums decay; then the factor of the result.
+        q_chunks: view of ``q_packed`` as int32 [8, HEADS, 32].
+        q: view of ``q_packed`` as float16 [2, HEADS, 256].
+        k_left: view of ``left`` as float16.
+        left: int32 [2, 64, 128], channels 0 .. 255 of two blocks of rows; then a finished result.
+        k_right: view of ``right`` as float16.
+        right: int32 [2, 64, 128], channels 256 .. 511 of the same; then a finished result.
+        p: probabilities of a block, float16 [P, HEADS, 64].
+        decay: float32 [2, HEADS], factors by which sums decay; then the factor of the result.
         overflowed: float32 [HEADS], the sum of all overflow flags.
-        tail: int32 [2, 64, 32], that of rows; None without V32, like the next.
-        tails: int32 [HEADS, 32], that of the queries; the same as float16; ``tail`` as float16.
-        bias: float32 [2, 64], of the scores of a row.
-        barriers: see ``Barriers``.
+        tail: int32 [2, 64, 32], tails of the rows; None without V32.
+        tails: None without V32, else three views: tails of the queries as int32 [HEADS, 32] and as
+            float16, and ``tail`` as float16.
+        bias: float32 [2, 64], addend to the scores of each row.
+        barriers: barriers between the warpgroups, a ``Barriers``.
     """
 
     q_packed: object
@@ -153,7 +154,7 @@ class Shared:
 
 @gluon.jit
 def consumer1(lists, work, params, shared, V32: gl.constexpr):
-    """Consumer warpgroup 1: P V of channels 256 .. 511."""
+    """Run consumer warpgroup 1: P V of channels 256 .. 511."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     R: gl.constexpr = gl.SliceLayout(1, L)
     TMA: gl.constexpr = params.q_desc is not None
@@ -201,7 +202,8 @@ def consumer1(lists, work, params, shared, V32: gl.constexpr):
         mbarrier.arrive(barriers.p_free.index(s), count=1)
         p_count += 1
         column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, L)), 0)
-        # NaN of the sums is in all channels; infinities of the tail do not always reach the sums.
+        # A NaN of the sums is in all channels, but infinities of the tail do not always reach the
+        # sums.
         wrong = gl.sum(gl.where(column < NOPE - HALF, 0.0, acc * 0.0), 1)
         found += wrong
         flags = params.partials.flags + split.number * HEADS
@@ -222,7 +224,7 @@ def consumer1(lists, work, params, shared, V32: gl.constexpr):
 
 @gluon.jit
 def consumer0(lists, work, params, shared, V32: gl.constexpr):
-    """Consumer warpgroup 0: Q K, the softmax, and P V of channels 0 .. 255."""
+    """Run consumer warpgroup 0: Q K, the softmax, and P V of channels 0 .. 255."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=2)
@@ -231,7 +233,8 @@ def consumer0(lists, work, params, shared, V32: gl.constexpr):
     factor = params.scale * (LOG2E / LIFT)
     out, barriers = params.out, shared.barriers
     gdc_wait(WARPGROUP=True)
-    # Not before, so that what was launched two kernels ago has ended when a kernel starts.
+    # Trigger PDL only after our own wait: a dependent kernel may then assume that our predecessor
+    # has finished.
     gdc_launch_dependents(WARPGROUP=True)
     record_begin(params.partials.spans, work)
     TMA: gl.constexpr = params.q_desc is not None
@@ -251,7 +254,7 @@ def consumer0(lists, work, params, shared, V32: gl.constexpr):
         if V32:
             load_tail(params, split, shared.tails[0], HEADS)
         fence_async_shared()
-        warpgroup_barrier()  # here, or the compiler puts one into the loop
+        warpgroup_barrier()  # without this one the compiler puts one into the loop
         head = split.tile * HEADS + gl.arange(0, HEADS, layout=ROW)
         sink = load_sink(params, head)
         mbarrier.wait(barriers.q_ready, k & 1)
@@ -298,7 +301,7 @@ def consumer0(lists, work, params, shared, V32: gl.constexpr):
             acc = warpgroup_mma(
                 own, shared.k_left.index(buffer), acc, use_acc=not work.ONE_BLOCK, is_async=True
             )
-            # What only consumer 1 needs is done while this product runs.
+            # Signal consumer 1 while this product runs.
             fence_async_shared()
             mbarrier.arrive(barriers.p_ready.index(s), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -370,12 +373,12 @@ def decode_m64_kernel(
     CONSUMER1_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ROPE_DIM: gl.constexpr,
     V32: gl.constexpr, CODEC0: gl.constexpr, CODEC1: gl.constexpr,
 ):  # fmt: skip
-    """Attend; see the file.
+    """Attend to the lists of all tokens as the top of the file describes.
 
     The constants from CUT to ONE_BLOCK are those of ``config.Schedule``. q_token and Q_HEAD count
-    int32, limit0 and limit1 rows, STEP0 and STEP1 bytes; CODEC0 and CODEC1 are those of ``Lists``.
-    What comes after ``empty``, and ROPE_DIM, is as in ``_gluon_epilogue.Output``. The descriptors
-    are None where threads move heads.
+    int32 words, limit0 and limit1 rows, STEP0 and STEP1 bytes; CODEC0 and CODEC1 are those of
+    ``Lists``. The arguments after ``empty``, and ROPE_DIM, are those of ``_gluon_epilogue.Output``.
+    The descriptors are None where threads move heads.
     """
     lists = Lists(
         (rows0_ptr, rows1_ptr), (list0_ptr, list1_ptr), (length0_ptr, length1_ptr),

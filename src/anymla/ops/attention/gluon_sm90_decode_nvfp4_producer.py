@@ -1,18 +1,19 @@
-"""KV producer for lists of which one at least has NVFP4 rows: V4.1's 288 bytes, beside its 528.
+"""KV producer for lists with NVFP4 rows, V4.1's 288-byte records, also beside its 528-byte ones.
 
-NVFP4 rows: 512 codes of four bits, with an e4m3 scale for 16. All channels are stored times
-``LIFT``, as float16. Scales above 80 are not held so, and set the row's bias to NaN, as scale bytes
-of e4m3 rows outside 105 .. 127 do; see the KV producer, whose rows take half of the
-instructions that four-bit codes take. The lists' rows may differ: both kinds go through the same
-loads, and a block is decoded as its list says.
+NVFP4 rows are 512 codes of four bits, with an e4m3 scale per 16. All channels are stored times
+``LIFT`` as float16. A scale above 80 does not fit, and sets the row's bias to NaN, as do scale
+bytes of e4m3 rows outside 105 to 127. Rows of the two lists may differ: both kinds go through the
+same loads, and a block is decoded as its list says. Decoding four-bit codes takes twice the
+instructions of the e4m3 rows in the other KV producer.
 
-Four lanes share a row. Of NVFP4 codes a lane loads 16 bytes at a time, 32 channels of each 128, so
-that the row takes four loads; its 32 scales are two more, which all four lanes load. Of e4m3 a lane
-takes 16 channels of each 64, as elsewhere; what does not fit into registers is loaded late.
+Four lanes share a row. A lane loads NVFP4 codes 16 bytes at a time, 32 channels of each 128, in
+four loads per row. Two more loads, the same in all four lanes, fetch the 32 scales. Of e4m3 rows a
+lane takes 16 channels of each 64, as in the other producer; codes for which there are no registers
+are loaded late.
 
-Eight neighbouring lanes, which load and store 16 bytes each at a time, have four rows and two
-places of each: so they load half of the lines that eight rows would have, and store without a
-conflict of banks, as the places differ in the upper bit of a bank group and the rows in the others.
+Eight neighbouring lanes, which load and store 16 bytes each at a time, cover four rows and two
+places in each. So they touch half of the lines that eight rows would have. They store without bank
+conflicts, as the places differ in the upper bit of a bank group and the rows in the others.
 """
 
 from triton.experimental import gluon
@@ -44,7 +45,7 @@ from anymla.ops.attention.gluon_sm90_tile_scheduler import split_at
 
 @gluon.constexpr_function
 def _lanes(rows, warps):
-    """Layout of [rows, 4]: see the file."""
+    """Make the layout of [rows, 4] that the top of the file describes."""
     step, more = 8, []
     warp_bases = []
     while 8 * warps > step:
@@ -64,7 +65,7 @@ def _interleaved(first, second):
 
 @gluon.jit
 def _is_fp8(block, split, lists):
-    """Whether a block's rows are e4m3, where lists differ; which list it is of otherwise."""
+    """True if a block's rows are e4m3, where lists differ; else True if it is of the first list."""
     if lists.FP4 and lists.FP8 and not lists.FP8_FIRST:
         return block >= split.blocks0
     else:
@@ -73,7 +74,7 @@ def _is_fp8(block, split, lists):
 
 @gluon.jit
 def _rows_at(slots, block, split, lists):
-    """Whether there are rows, their addresses, their scales', and whether they are e4m3."""
+    """Return where there are rows, the addresses of codes and scales, and which rows are e4m3."""
     here = block < split.blocks0
     valid, data, scales_at = address(slots, here, lists)
     return valid, data, scales_at, _is_fp8(block, split, lists)
@@ -81,7 +82,7 @@ def _rows_at(slots, block, split, lists):
 
 @gluon.jit
 def _offset(lane, fp8, lists):
-    """Bytes from a row's first codes to a lane's."""
+    """Return the bytes from a row's first codes to this lane's."""
     if not lists.FP8:
         return lane * 16
     else:
@@ -91,17 +92,17 @@ def _offset(lane, fp8, lists):
 
 @gluon.jit
 def _codes_at(data, lane, fp8, lists):
-    """Where a lane's codes are, from its row's address."""
+    """Return the address of a lane's codes in its row."""
     return gl.expand_dims(data, 1) + _offset(lane, fp8, lists)
 
 
 @gluon.jit
 def _loads(data, scales_at, valid, lane, fp8, lists, HALF: gl.constexpr, HERE: gl.constexpr):
-    """A lane's codes of half of a row, two times 16 bytes, and 16 bytes of scales that all have.
+    """Load a lane's codes of half a row, two times 16 bytes, and 16 bytes of the row's scales.
 
-    Of e4m3 rows the left half's are codes of channels 0 .. 127 and all scales, the right half's of
-    channels 128 .. 255, and nothing. The others are loaded when the block is decoded: such blocks
-    are few, and registers do not suffice.
+    All lanes load the same scales. Of e4m3 rows the left half loads codes of channels 0 .. 127 and
+    all scales, and the right half codes of channels 128 .. 255 and no scales. The other codes are
+    loaded when the block is decoded, because such blocks are few and registers do not suffice.
     """
     at = _codes_at(data, lane, fp8, lists) + HALF * 128
     if _interleaved(lists.CODEC0, lists.CODEC1):
@@ -130,7 +131,7 @@ def _join_four(x):
 
 @gluon.jit
 def _span(x, low, high, lane):
-    """128 channels of every row: pairs [ROWS, 4, 2, 2, 2, 2], the last bit of places first."""
+    """Decode 128 channels of every row to pairs [ROWS, 4, 2, 2, 2, 2], lowest place bit first."""
     f, g = cvt_f16x2_e4m3x2_prmt(
         gl.expand_dims(low, 1), gl.expand_dims(high, 1), lane * 0x2222 + 0x1100
     )
@@ -145,7 +146,7 @@ def _span(x, low, high, lane):
 
 @gluon.jit
 def _put_nvfp4(buffer, x, lane, ROWS: gl.constexpr, ROW0: gl.constexpr):
-    """Store 256 channels of every NVFP4 row from its loads."""
+    """Decode and store 256 channels of every NVFP4 row from its loads."""
     first = _span(x[0], x[2][0], x[2][1], lane)
     second = _span(x[1], x[2][2], x[2][3], lane)
     joined = gl.permute(gl.join(first, second), (0, 6, 1, 5, 4, 3, 2))
@@ -154,7 +155,7 @@ def _put_nvfp4(buffer, x, lane, ROWS: gl.constexpr, ROW0: gl.constexpr):
 
 @gluon.jit
 def _large(scales):
-    """Where one of 16 e4m3 scales is NaN or above 80 (0x6A), in the upper bits of bytes."""
+    """Set upper bits of bytes where one of 16 e4m3 scales is NaN or above 80 (0x6A)."""
     a = (scales[0] & 0x7F7F7F7F) + 0x15151515 | (scales[1] & 0x7F7F7F7F) + 0x15151515
     b = (scales[2] & 0x7F7F7F7F) + 0x15151515 | (scales[3] & 0x7F7F7F7F) + 0x15151515
     return a | b
@@ -162,8 +163,11 @@ def _large(scales):
 
 @gluon.jit
 def _put_e4m3(buffer, a, b, c, d, low, high, lane, ROWS: gl.constexpr, ROW0: gl.constexpr):
-    """The same of e4m3 rows, whose lanes have other places; low, high: scales of the half."""
-    # Of the two blocks in 64 channels a lane has 16 of one.
+    """Decode and store 256 channels of every e4m3 row, whose lanes have other places.
+
+    ``low`` and ``high`` are the scales of this half.
+    """
+    # 64 channels are two blocks, and a lane has 16 channels of one of them.
     lifted = prmt_b32(gl.expand_dims(low, 1), gl.expand_dims(high, 1), 0x6420 + (lane & 1) * 0x1111)
     lifted = lifted + 0x07070707
     half = half_row(
@@ -179,9 +183,9 @@ def _nvfp4_block(
     left, right, x, y, next_row, lane, lists,
     ROWS: gl.constexpr, ROW0: gl.constexpr, WARPS: gl.constexpr, BETWEEN: gl.constexpr,
 ):  # fmt: skip
-    """Store rows from their loads, if BETWEEN with the next block's loads in between.
+    """Decode and store NVFP4 rows from their loads, with the next block's loads between if BETWEEN.
 
-    Returns an int32 that is not 0 where float16 does not hold a row, and the loads.
+    Returns an int32 that is not 0 where float16 does not hold a row, and the next loads.
     """
     wrong = _large(x[2]) | _large(y[2])
     data, scales_at, valid, fp8 = next_row
@@ -200,7 +204,7 @@ def _e4m3_block(
     left, right, x, y, row, next_row, lane, lists,
     ROWS: gl.constexpr, ROW0: gl.constexpr, BETWEEN: gl.constexpr,
 ):  # fmt: skip
-    """The same of e4m3 rows, whose last channels are loaded."""
+    """Decode and store e4m3 rows as ``_nvfp4_block`` does, loading their last channels here."""
     there = gl.expand_dims(row[1], 1).to(gl.int32)
     at = _codes_at(row[0], lane, True, lists)
     z4 = ld_global_v4_if(at + 256, there, False, True)
@@ -245,7 +249,8 @@ def produce_nvfp4(
 ):  # fmt: skip
     """Fill the buffers with the blocks of all splits, of which some have NVFP4 rows.
 
-    The arguments are those of ``gluon_sm90_kv_producer.produce``; WARPS: of the partition.
+    The arguments are those of ``gluon_sm90_decode_kv_producer.produce``; WARPS is the number of
+    warps in this partition.
     """
     L: gl.constexpr = _lanes(ROWS, WARPS)
     r = ROW0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
@@ -262,7 +267,8 @@ def produce_nvfp4(
         y = _loads(data, scales_at, valid, lane, fp8, lists, 1, BETWEEN)
         for block in range(split.first, split.last):
             buffer = filled % BUFFERS
-            # Or what follows from it is computed once, and spilled.
+            # Without this, values derived from ``lane`` are computed once before the loop and
+            # spilled.
             lane = opaque(lane)
             next_valid, next_data, scales_at, next_fp8 = _rows_at(upcoming, block + 1, split, lists)
             if NEAR:
@@ -274,7 +280,7 @@ def produce_nvfp4(
                 BETWEEN,
             )  # fmt: skip
             if not BETWEEN:
-                # Or addresses are computed before the block, and spilled.
+                # Without this, addresses are computed before the block and spilled.
                 lane = opaque(lane)
                 x = _loads(next_data, scales_at, next_valid, lane, next_fp8, lists, 0, False)
                 y = _loads(next_data, scales_at, next_valid, lane, next_fp8, lists, 1, False)

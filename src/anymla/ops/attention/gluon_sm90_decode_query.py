@@ -1,15 +1,14 @@
 """Queries as float16 in shared memory, and the order of channels there.
 
-The tail of a key is stored as it is, its other channels times ``LIFT``; so the tail of a query is
-stored times ``LIFT``, and scores are ``LIFT`` times what they should be throughout.
+The tail of a key is stored as it is, and its other channels times ``LIFT``. Therefore the tail of a
+query is stored times ``LIFT``, and all scores are ``LIFT`` times their true value.
 
-What float16 does not hold becomes NaN, so that the scores, and with them the sums, are NaN; see
-``gluon_sm90_bf16_fallback``. That is numbers that are too large. What is too small is off by 2^-25
-at most, and a score by no more than a thousandth for the scales that the kernels take.
+Numbers too large for float16 become NaN, so that the scores, and with them the sums, are NaN; see
+``gluon_sm90_bf16_fallback``. Numbers too small are off by at most 2^-25, and a score by no more
+than a thousandth for the scales that the kernels take.
 
-TMA brings the queries of a tile of 64 heads (``q_load_issue``, ``q_load_wait``), or threads load
-them (``q_load``); see the launcher. On the way through registers they become float16, in
-place.
+Queries of tiles of 64 heads are loaded by TMA (``q_load_issue``, ``q_load_wait``) or by threads
+(``q_load``), as the launcher decides. They pass through registers to become float16 in place.
 """
 
 from triton.experimental import gluon
@@ -25,19 +24,20 @@ from anymla.ops.attention.gluon_sm90_decode_kv_producer import NOPE
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-HEADS = gl.constexpr(M64)  # of a tile whose rows are heads
+HEADS = gl.constexpr(M64)  # heads in a tile of the m64 kernel
 HALF = gl.constexpr(256)
 _TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
 _LIFTED = gl.constexpr(0x58005800)  # LIFT as two float16
 _ONES = gl.constexpr(0x3C003C00)
-# Pairs of 64 channels, which a row of a tile in shared memory holds, and chunks of half a head.
+# CHUNK is the pairs in 64 channels, the width of a tile's row in shared memory; CHUNKS is the
+# number of such chunks in half a head.
 CHUNK = gl.constexpr(32)
 CHUNKS = gl.constexpr(HALF.value // 64)
 
 
 @gluon.jit
 def _factored(packed, tail, FLOAT16: gl.constexpr, TAIL: gl.constexpr):
-    """Packed pairs of a query as the float16 that keys are multiplied with."""
+    """Convert packed pairs of a query to the float16 that keys are multiplied with."""
     if not FLOAT16:
         packed = cvt_f16x2_bf16x2(packed)
     if TAIL:
@@ -47,22 +47,22 @@ def _factored(packed, tail, FLOAT16: gl.constexpr, TAIL: gl.constexpr):
 
 @gluon.jit
 def stored(column, WORD: gl.constexpr):
-    """Channel, less 256, that a column of the right half holds; in groups of WORD channels."""
+    """Return the channel, less 256, in a column of the right half, in groups of WORD channels."""
     TAIL: gl.constexpr = _TAIL // WORD
     return gl.where(column < TAIL, column, TAIL + tail_order(column - TAIL, 8 // WORD))
 
 
 @gluon.jit
 def load_query(params, split, to, HEADS: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr):
-    """Half the channels of a split's heads, into shared memory; zeros past the last head.
+    """Load half the channels of a split's heads into shared memory, with zeros past the last head.
 
     Args:
-        params: see ``gluon_sm90_epilogue.Params``.
-        split: see ``gluon_sm90_tile_scheduler.Split``.
+        params: ``Params`` of ``gluon_sm90_decode_epilogue``.
+        split: ``Split`` of ``gluon_sm90_tile_scheduler``.
         to: int32 [HEADS, 128] in shared memory.
-        HEADS: heads of a tile.
-        PART: 0 for channels 0 .. 255, 1 for 256 .. 511.
-        TAIL: the last 64 of these are the tail.
+        HEADS: heads in a tile.
+        PART: 0 for channels 0 to 255, 1 for 256 to 511.
+        TAIL: True if the last 64 of these are the tail.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     zero = opaque(split.tile * 0)
@@ -81,7 +81,7 @@ def load_query(params, split, to, HEADS: gl.constexpr, PART: gl.constexpr, TAIL:
 
 @gluon.jit
 def load_tail(params, split, to, HEADS: gl.constexpr):
-    """The last 64 of 576 channels of a split's heads, to int32 [HEADS, CHUNK] in shared memory."""
+    """Load the last 64 of 576 channels of a split's heads to shared int32 [HEADS, CHUNK]."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L)) + opaque(split.tile * 0)
     word = tail_order(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 4)
@@ -98,19 +98,19 @@ def issue_query(
     params, split, chunks,
     HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Start what ``load_query`` does; ``finish_query`` ends it.
+    """Start loading queries as ``load_query`` does; ``finish_query`` ends it.
 
-    In loops: every trip does the same, but code that runs once a work tile is paid for by fetching
-    it. They are slower than the code without, once that is there.
+    The loops are not unrolled although every trip does the same: code that runs once per work tile
+    costs the time to fetch it, which outweighs the loops' own cost.
 
     Args:
-        params: see ``load_query``, as the next and HEADS.
-        split: see there.
+        params: ``Params`` as in ``load_query``.
+        split: ``Split`` as in ``load_query``.
         chunks: int32 [2 CHUNKS, HEADS, CHUNK] in shared memory.
-        HEADS: see there.
-        FIRST: first chunk.
-        COUNT: how many.
-        TAIL: the last of all is the tail, and among these.
+        HEADS: heads in a tile.
+        FIRST: index of the first chunk.
+        COUNT: number of chunks.
+        TAIL: True if the last chunk of all is the tail and among these.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
@@ -132,9 +132,9 @@ def finish_query(
     chunks, FIRST: gl.constexpr, COUNT: gl.constexpr, FLOAT16: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Wait for what this partition issued, and make it what keys are multiplied with.
+    """Wait for the loads that this partition issued, and convert them to the form for the products.
 
-    FLOAT16: queries are float16. Other arguments are those of ``issue_query``.
+    FLOAT16 is True if queries are float16. Other arguments are those of ``issue_query``.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     async_copy.wait_group(0)
@@ -149,7 +149,7 @@ def finish_query_tma(
     chunks, HEADS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, FLOAT16: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Make what TMA has brought what keys are multiplied with; see ``finish_query``."""
+    """Convert queries that TMA has loaded to the form for the products; see ``finish_query``."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     for chunk in range(FIRST, FIRST + COUNT - TAIL):
         here = chunks.index(chunk)
@@ -157,16 +157,16 @@ def finish_query_tma(
     if TAIL:
         here = chunks.index(FIRST + COUNT - 1)
         packed = _factored(here.load(L), True, FLOAT16, True)
-        # Into ``tail_order``.
+        # Reorder the channels to ``tail_order``.
         packed = gl.permute(gl.reshape(packed, [HEADS, 2, 4, 4]), (0, 2, 1, 3))
         here.store(gl.reshape(packed, [HEADS, CHUNK]))
 
 
 @gluon.jit
 def boxes(packed, TYPE: gl.constexpr, desc):
-    """Shared memory in the boxes that TMA moves by a descriptor: some channels of some heads.
+    """View shared memory as the boxes of a TMA descriptor, each some channels of some heads.
 
-    packed: int32 [2, HEADS, 128].
+    ``packed`` is int32 [2, HEADS, 128].
     """
     BOX: gl.constexpr = desc.block_shape[-2]
     WIDTH: gl.constexpr = desc.block_shape[-1]
@@ -181,7 +181,7 @@ def boxes(packed, TYPE: gl.constexpr, desc):
 
 @gluon.jit
 def box_at(desc, token, head, H, channel):
-    """Where a box begins: rows are heads of all tokens, or each token's own."""
+    """Return where a box begins; a descriptor has rows for all heads or for each token's own."""
     if len(desc.block_shape) == 3:
         return [token, head, channel]
     else:
@@ -190,7 +190,7 @@ def box_at(desc, token, head, H, channel):
 
 @gluon.jit
 def clear_query(q_packed, q_desc):
-    """Write zeros where TMA does not bring heads."""
+    """Write zeros to the heads that TMA does not load."""
     if q_desc.block_shape[-2] < HEADS:
         L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
         for part in gl.static_range(2):
@@ -201,18 +201,18 @@ def clear_query(q_packed, q_desc):
 
 @gluon.jit
 def q_load_issue(there, params, split, q_packed, q_full):
-    """Let TMA bring the queries of a split, if there is one; for ``q_load_wait``."""
+    """Start TMA's load of the queries of a split, if ``there``; ``q_load_wait`` waits for it."""
     if there:
         q_desc = params.q_desc
         BOX: gl.constexpr = q_desc.block_shape[-2]
         WIDTH: gl.constexpr = q_desc.block_shape[-1]
         COUNT: gl.constexpr = HALF // WIDTH
         to = boxes(q_packed, params.q.dtype.element_ty, q_desc)
-        # All warps have read the queries that were here.
+        # After this barrier all warps have read the previous queries.
         warpgroup_barrier()
         for part in gl.static_range(2):
             here = q_full.index(part)
-            # Heads that there are not come as zeros, which count.
+            # TMA fills heads past the last with zeros, whose bytes count.
             mbarrier.expect(here, BOX * HALF * 2)
             for i in gl.static_range(COUNT):
                 channel = part * HALF + i * WIDTH
@@ -229,7 +229,7 @@ def q_load_wait(q_chunks, q_full, k, FLOAT16: gl.constexpr, PART: gl.constexpr, 
 
 @gluon.jit
 def q_load(params, split, shared, work, PART: gl.constexpr, TAIL: gl.constexpr):
-    """Load half of the queries of a split by threads, now."""
+    """Load half of the queries of a split by threads, and wait for them."""
     if work.SPLIT and not work.PARTLY:
         load_query(params, split, shared.q_packed.index(PART), HEADS, PART, TAIL)
     else:
@@ -241,6 +241,6 @@ def q_load(params, split, shared, work, PART: gl.constexpr, TAIL: gl.constexpr):
 
 @gluon.jit
 def q_release(q_free, last):
-    """Give the queries' memory back, after consumer 0's last scores of a split."""
+    """Give the queries' memory back after consumer 0's last scores of a split."""
     if last:
         mbarrier.arrive(q_free, count=1)

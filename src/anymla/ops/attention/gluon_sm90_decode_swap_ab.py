@@ -1,13 +1,13 @@
 """Decode attention over coded rows on Hopper for at most 32 heads: keys are the rows (swap AB).
 
-Grid: at most one CTA an SM; each walks its splits of ``gluon_sm90_tile_scheduler``.
+The grid has at most one CTA per SM; each walks its splits of ``gluon_sm90_tile_scheduler``.
 
     consumer   S^T = K Q^T, softmax, O^T = V^T P^T    heads are the columns, 16 or 32
     producers  the blocks of a split in turn, so that two blocks are being loaded
 
 A matrix instruction takes 64 rows, which 64 keys or 64 channels fill, however few the heads. The
-softmax runs over rows, that is across the warps: the maximum is exchanged once a block through
-shared memory, the sums stay with the threads until the split ends.
+softmax runs over rows, that is across the warps. The maximum is exchanged once per block through
+shared memory, while each thread keeps its own sums until the split ends.
 
 Barriers: ready[b] producers -> consumer, free[b] consumer -> producers; BUFFERS blocks of 64 rows.
 The proxy fence stands on the reading side, as in ``gluon_sm90_decode_m64``.
@@ -56,17 +56,17 @@ class Shared:
 
     Attributes:
         q_packed: int32 [2, HEADS, 128], halves of the queries; then a finished result.
-        q: the same as float16.
+        q: view of ``q_packed`` as float16.
         left: int32 [BUFFERS, 64, 128], channels 0 .. 255 of rows.
-        right: their channels 256 .. 511.
-        k_left: left as float16.
-        k_right: right as float16.
-        p: float16 [64, HEADS], probabilities.
-        bias: float32 [BUFFERS, 64], of the scores of a row.
-        exchange: float32 [4, HEADS], maxima of the warps.
+        right: int32 [BUFFERS, 64, 128], channels 256 .. 511 of the same rows.
+        k_left: view of ``left`` as float16.
+        k_right: view of ``right`` as float16.
+        p: probabilities of a block, float16 [64, HEADS].
+        bias: float32 [BUFFERS, 64], addend to the scores of each row.
+        exchange: float32 [4, HEADS], maxima of the four warps.
         overflowed: float32 [HEADS], the sum of all overflow flags.
-        ready: barriers; see the file, as for ``free``.
-        free: barriers.
+        ready: barriers of filled buffers, explained at the top of the file.
+        free: barriers of emptied buffers, explained at the top of the file.
     """
 
     q_packed: object
@@ -94,7 +94,7 @@ class Shared:
 
 @gluon.jit
 def _largest(scores, exchange, HEADS: gl.constexpr, ROW: gl.constexpr):
-    """Maximum of each column of scores [64, HEADS], of which every warp has 16 rows."""
+    """Return the maximum of each column of scores [64, HEADS], of which every warp has 16 rows."""
     inside = gl.max(gl.reshape(scores, [4, 16, HEADS]), 1)
     exchange.store(inside)
     warpgroup_barrier()
@@ -131,7 +131,10 @@ def _scores(shared, number, HEADS: gl.constexpr, BUFFERS: gl.constexpr, L: gl.co
 def _weights(
     scores, bias, highest, factor, p_s, exchange, HEADS: gl.constexpr, L: gl.constexpr
 ):  # fmt: skip
-    """Probabilities, also in shared memory, the decay of what was summed before, the maximum."""
+    """Return the probabilities, the decay of earlier sums, and the new maximum.
+
+    Probabilities are also stored in shared memory.
+    """
     scores = scores + gl.expand_dims(bias.load(gl.SliceLayout(1, L)), 1)
     peak = gl.maximum(highest, _largest(scores, exchange, HEADS, gl.SliceLayout(0, L)))
     decay = gl.expand_dims(gl.exp2((highest - peak) * factor), 0)
@@ -144,7 +147,7 @@ def _weights(
 
 @gluon.jit
 def _weigh(k_left, k_right, p_s, left, right):
-    """Start adding the block's values, weighed."""
+    """Start adding the block's values, weighed by their probabilities."""
     left = warpgroup_mma(k_left.permute((1, 0)), p_s, left, is_async=True)
     right = warpgroup_mma(k_right.permute((1, 0)), p_s, right, is_async=True)
     return left, right
@@ -152,7 +155,7 @@ def _weigh(k_left, k_right, p_s, left, right):
 
 @gluon.jit
 def consumer(lists, work, params, shared, HEADS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Consumer warpgroup: both products and the softmax."""
+    """Run the consumer warpgroup: both products and the softmax."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     factor = params.scale * (LOG2E / LIFT)
@@ -251,7 +254,10 @@ def decode_swap_ab_kernel(
     ROPE_DIM: gl.constexpr, HEAD_TILES: gl.constexpr,
     CODEC0: gl.constexpr, CODEC1: gl.constexpr,
 ):  # fmt: skip
-    """As ``decode_m64_kernel``; HEADS is 16 or 32."""
+    """Attend to the lists of all tokens; arguments are those of ``decode_m64_kernel``.
+
+    HEADS is 16 or 32.
+    """
     lists = Lists(
         (rows0_ptr, rows1_ptr), (list0_ptr, list1_ptr), (length0_ptr, length1_ptr),
         (width0, width1), (limit0, limit1), (stride0, stride1),

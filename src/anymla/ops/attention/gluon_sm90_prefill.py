@@ -1,7 +1,7 @@
 """Prefill attention on Hopper: the persistent kernel, its two consumer warpgroups, the softmax.
 
-64 heads of one query against tiles of 64 rows. Grid: a CTA an SM; CTA p takes work tiles
-p, p + CTAs, ...; a work tile is a query and a block of 64 heads. Three warpgroups share it:
+64 heads of one query attend to tiles of 64 rows. The grid has one CTA per SM. CTA p takes work
+tiles p, p + CTAs, ...; a work tile is a query and a block of 64 heads. Three warpgroups share it:
 
     producer    Q, then every tile of rows: whole ones by TMA, the rest row by row with cp.async
     consumer0   S = Q K^T, softmax, O[:, :256] += P K[:, :256]
@@ -9,12 +9,13 @@ p, p + CTAs, ...; a work tile is a query and a block of 64 heads. Three warpgrou
 
     K buffers (2)  | rows x channels 0..255 | rows x channels 256..511 |   each with mbarriers
 
-docs/performance/prefill.md has the barriers' meanings.
+docs/performance/prefill.md explains the barriers.
 """
 
 # mypy: ignore-errors
 # ruff: noqa: SIM102, SIM108, SIM113
-# Device code is not ordinary Python: no enumerate, and constants decide on a branch alone.
+# Device code is not ordinary Python: it has no enumerate, and a branch may depend on constants
+# alone.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,16 +50,16 @@ from anymla.ops.attention.gluon_sm90_prefill_shared import (
     wait,
 )
 
-# Triton 3.9 renamed it.
+# Triton 3.9 renamed the function.
 _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
-# Above every masked score, so that a block without rows weighs nothing.
+# This initial maximum is above every masked score, so that a block without rows weighs nothing.
 _LOWEST = gl.constexpr(-1e29)
 _MASKED = gl.constexpr(-1e30)
-# A maximum that grows by less than 2^8 does not replace the old one: weights stay below 2^8, which
-# 16-bit types hold as well as ones below 1, and what has been added up needs no rescaling.
+# A maximum that grows by less than 2^8 does not replace the old one. Weights then stay below 2^8,
+# which 16-bit types hold as accurately as ones below 1, and the sums need no rescaling.
 _RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
@@ -82,7 +83,7 @@ def scores(
     LISTED: gl.constexpr,
     FIRST: gl.constexpr,
 ):
-    """Start S = Q K^T of buffer ``b``; whether some of its rows do not count."""
+    """Start S = Q K^T of buffer ``b``; return S, and non-zero if some of its rows do not count."""
     S = gl.zeros([64, 64], gl.float32, SL)
     mbarrier.wait(shared.full_l.index(b), phase)
     masked = get_any(shared.masked.index(b))
@@ -100,7 +101,7 @@ def scores(
 
 @gluon.jit
 def _row_maxima(S, SR: gl.constexpr):
-    """The largest of each row of [64, 64], as a tree in each thread: a chain takes longer."""
+    """Return the largest of each row of [64, 64]; a tree in each thread is faster than a chain."""
     a, b = gl.split(gl.reshape(S, [64, 32, 2]))
     x = gl.maximum(a, b)
     a, b = gl.split(gl.permute(gl.reshape(x, [64, 2, 16]), (0, 2, 1)))
@@ -114,13 +115,13 @@ def _row_maxima(S, SR: gl.constexpr):
 
 @gluon.jit
 def rescale(acc, factor):
-    """Multiply the rows of an accumulator, unless all factors of a warp are 1."""
+    """Multiply the rows of an accumulator by ``factor``, unless all factors of a warp are 1."""
     return mul_f32_unless_one(acc, gl.expand_dims(factor, 1))
 
 
 @gluon.jit
 def _lane_sums(x):
-    """Sums of what each thread holds of the rows of [64, 64]: [64, 4]."""
+    """Sum the values that each thread holds in each row of [64, 64], giving [64, 4]."""
     return gl.sum(gl.sum(gl.reshape(x, [64, 8, 4, 2]), 3), 1)
 
 
@@ -141,10 +142,11 @@ def softmax(
     LAZY_RESCALE: gl.constexpr,
     MAX_LOGITS: gl.constexpr,
 ):
-    """One step of the online softmax: weights, rescaling factor, new maximum and sums.
+    """Do one step of the online softmax.
 
-    ``sums`` are [64, 4], as ``_lane_sums`` makes them: threads exchange them once a query. If FIRST
-    they are not looked at.
+    Returns weights, rescaling factor, new maxima, sums, and the rescaled accumulator. ``sums`` are
+    [64, 4] as ``_lane_sums`` makes them, because threads exchange them only once per query. With
+    FIRST the given sums are not read.
     """
     if masked != 0:
         valid = shared.valid.index(b).load(gl.SliceLayout(0, SL))
@@ -164,8 +166,8 @@ def softmax(
             acc = acc * gl.expand_dims(factor, 1)
     shift = top * scale
     if not FIRST:
-        # The powers below leave room for the products above, and the compiler puts them there if
-        # the factor is known before: nothing is added, unless the factor is not a number.
+        # This adds nothing unless the factor is NaN. It makes the factor known before the powers
+        # below, whose latency the compiler then fills with the products above.
         shift += rescale_factor * 0.0
     P = gl.exp2(S * scale - gl.expand_dims(shift, 1))
     fresh = _lane_sums(P)
@@ -196,7 +198,7 @@ def consumer0(
     LAZY_RESCALE: gl.constexpr,
     MAX_LOGITS: gl.constexpr,
 ):
-    """Consumer warpgroup 0: scores, softmax, O[:, :256] += P K[:, :256]."""
+    """Run consumer warpgroup 0: scores, softmax, O[:, :256] += P K[:, :256]."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
@@ -312,8 +314,8 @@ def consumer0(
         done += 1
         acc = acc * gl.expand_dims(gl.convert_layout(factor, AR), 1)
         if TMA_STORE:
-            # The output is stored through the buffer of the last block, which is released when the
-            # next tile's first product has been issued.
+            # Store the output through the buffer of the last block, which is released when the next
+            # tile's first product has been issued.
             shared.k_l.index(b).store(acc.to(DT))
             fence_async_shared()
             _store_tile(to.desc, [token * heads + head, 0], shared.k_l.index(b))
@@ -340,7 +342,7 @@ def consumer1(
     ROPE_DIM: gl.constexpr,
     TMA_STORE: gl.constexpr,
 ):
-    """Consumer warpgroup 1: O[:, 256:] += P K[:, 256:]."""
+    """Run consumer warpgroup 1: O[:, 256:] += P K[:, 256:]."""
     AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     AR: gl.constexpr = gl.SliceLayout(1, AL)
@@ -351,8 +353,8 @@ def consumer1(
         head = (tile % HEAD_BLOCKS) * 64
         acc = gl.zeros([64, 256], gl.float32, AL)
         wait(shared.mbarriers, P_FULL + done % 2, (done // 2) & 1)
-        # Read here, not carried from tile to tile: Triton 3.6 freezes a value that a loop carries
-        # for the bound of an inner loop alone.
+        # Read the number here rather than carry it from tile to tile: Triton 3.6 freezes a value
+        # that a loop carries only for the bound of an inner loop.
         blocks = get(shared.blocks.index(number % 2))
         for i in range(blocks):
             b = done % 2
@@ -427,45 +429,46 @@ def prefill_kernel(
     CONSUMER0_REGISTERS: gl.constexpr,
     CONSUMER1_REGISTERS: gl.constexpr,
 ):
-    """Attention of ``tiles`` = queries x blocks of heads.
+    """Attend to the rows of ``tiles`` = queries x blocks of heads.
 
     Args:
-        q: [T, H, 512].
-        qdesc: of q as [T * H, 512], boxes of 64 x 256.
-        kdesc: of the rows [N, 512], boxes of 64 x 256.
-        odesc: of ``out`` as [T * H, 512], boxes of 64 x 256; used if TMA_STORE.
+        q: queries, [T, H, 512] of float16 or bfloat16.
+        qdesc: descriptor of q as [T * H, 512], boxes of 64 x 256.
+        kdesc: descriptor of the rows [N, 512], boxes of 64 x 256.
+        odesc: descriptor of ``out`` as [T * H, 512], boxes of 64 x 256; used if TMA_STORE.
         kv: pointer to the rows.
-        ranges: int32 [T, 4].
-        lists: int32 [T, .], ``stride`` apart; used if LISTED.
-        sink: float32 [H]; used if SINK.
-        out: [T, H, 512]; if QUANTIZED int16 [T, H, 256], two e4m3 codes each.
+        ranges: int32 [T, 4], start and length of each query's window and of its second scope.
+        lists: int32 [T, width], ``stride`` apart; used if LISTED.
+        sink: sinks of the heads, float32 [H]; used if SINK.
+        out: output [T, H, 512]; if QUANTIZED int16 [T, H, 256], two e4m3 codes each.
         scales: float32 [T, H, 4]; used if QUANTIZED, as are the next three.
-        positions: int64 [T].
+        positions: position of each query, int64 [T].
         table: float32 [length, ROPE_DIM], cosines then sines.
-        length: rows of ``table``.
-        lse: float32 [T, H].
+        length: number of rows in ``table``.
+        lse: log-sum-exp to be written, float32 [T, H].
         max_logits: float32 [T, H], the largest scores; used if MAX_LOGITS.
-        scale: of the scores, times log2(e).
+        scale: factor of the scores before the softmax, times log2(e).
         empty: lse of a query without rows.
-        stride: of ``lists``.
-        window: the most rows of a window.
-        width: columns of ``lists``, or the most entries.
-        rows: N.
-        tiles: T * HEAD_BLOCKS.
-        heads: H.
-        HEAD_BLOCKS: ceil(H / 64).
-        LISTED: the second scope is listed, not a row range.
-        LISTS_ONLY: there is nothing but lists; ``ranges`` are their lengths, int32 [T].
-        SINK: there is a sink.
-        WHOLE: H is a multiple of 64.
-        QUANTIZED: heads are rotated back and quantised.
+        stride: elements from one list to the next.
+        window: largest number of rows in a window.
+        width: columns of ``lists``, or the largest number of entries.
+        rows: number of rows N.
+        tiles: number of work tiles, T * HEAD_BLOCKS.
+        heads: number of heads H.
+        HEAD_BLOCKS: blocks of 64 heads per query, ceil(H / 64).
+        LISTED: True if the second scope is listed, False if it is a row range.
+        LISTS_ONLY: True if there is nothing but lists; ``ranges`` are then their lengths, int32
+            [T].
+        SINK: True if heads have sinks.
+        WHOLE: True if H is a multiple of 64.
+        QUANTIZED: True to rotate heads back and quantise them.
         ROPE_DIM: channels of a head that rotate with the position.
-        TMA_STORE: the output has the rows' type and is stored by TMA; with WHOLE only.
-        LAZY_RESCALE: accumulators are rescaled only when a maximum has grown a lot; the largest
+        TMA_STORE: True to store the output, which has the rows' type, by TMA; requires WHOLE.
+        LAZY_RESCALE: True to rescale accumulators only when a maximum has grown a lot; the largest
             weight is then no longer 1, and is rounded.
-        MAX_LOGITS: the largest scores are wanted.
-        CONSUMER0_REGISTERS: registers of a thread of ``consumer0``.
-        CONSUMER1_REGISTERS: registers of a thread of ``consumer1``.
+        MAX_LOGITS: True to store the largest scores.
+        CONSUMER0_REGISTERS: registers per thread of ``consumer0``.
+        CONSUMER1_REGISTERS: registers per thread of ``consumer1``.
     """
     DT: gl.constexpr = kv.dtype.element_ty
     KL: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

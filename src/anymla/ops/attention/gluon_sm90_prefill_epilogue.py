@@ -11,7 +11,7 @@ from anymla.ops._gluon_ptx import cvt_e4m3x2_f32
 
 @aggregate
 class Results:
-    """Where results go; arguments of ``prefill_kernel``."""
+    """Destination of the results; the attributes are arguments of ``prefill_kernel``."""
 
     desc: object
     out: object
@@ -51,7 +51,7 @@ def store_half(y, out, row, valid, COLUMN: gl.constexpr, WHOLE: gl.constexpr):
 
 @gluon.jit
 def _exp2_int(exponent):
-    """2^exponent as float32 for int32 exponents from -126 to 127."""
+    """Return 2^exponent as float32 for int32 exponents from -126 to 127."""
     return gl.cast((exponent + 127) << 23, gl.float32, bitcast=True)
 
 
@@ -67,7 +67,8 @@ def store_half_quantized(
     a, b = gl.split(gl.reshape(y, [64, 2, 64, 2]))
     L: gl.constexpr = a.type.layout
     if HALF == 1:
-        # Pairs of the last quant block; elsewhere the choice folds away, register by register.
+        # Only pairs of the last quantisation block rotate; elsewhere the choice folds away,
+        # register by register.
         block = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
         block = gl.expand_dims(gl.expand_dims(block, 0), 2)
         pair = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
@@ -109,6 +110,6 @@ def store_half_quantized(
 
 @gluon.jit
 def angles_of(to, token, ROPE_DIM: gl.constexpr):
-    """Pointer to the cosines of a token's position."""
+    """Return a pointer to the cosines of a token's position."""
     position = gl.minimum(gl.maximum(gl.load(to.positions + token), 0), to.length - 1)
     return to.table + position * ROPE_DIM

@@ -1,12 +1,13 @@
-"""Producer warpgroup of the prefill kernel: fills Q and the K buffers.
+"""Producer warpgroup of the prefill kernel, which fills Q and the K buffers.
 
-Whole tiles of rows are loaded by TMA, listed and ragged ones row by row with cp.async, with zeros
-for what does not count. Every count that more than one warpgroup needs is computed here, once.
+Whole tiles of rows are loaded by TMA. Listed and ragged tiles are loaded row by row with cp.async,
+with zeros for rows that do not count. Every count that more than one warpgroup needs is computed
+here, once.
 """
 
 # mypy: ignore-errors
 # ruff: noqa: SIM113
-# Device code is not ordinary Python: there is no enumerate.
+# Device code is not ordinary Python and has no enumerate.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,18 +16,18 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from anymla.ops._gluon_ptx import nanosleep, prefetch_global_l2
 from anymla.ops.attention.gluon_sm90_prefill_shared import EMPTY_L, EMPTY_R, Q_EMPTY, put, wait
 
-# Triton 3.9 renamed both.
+# Triton 3.9 renamed both functions.
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 _HALF_BYTES = gl.constexpr(64 * 256 * 2)
-# Time of a block of 64 rows.
+# Approximate time for a block of 64 rows.
 _BLOCK_NANOSECONDS = gl.constexpr(1500)
 
 
 @gluon.jit
 def _inside(start, length, rows):
-    """The part of a row range that lies in [0, rows)."""
+    """Return the part of a row range that lies in [0, rows)."""
     start = gl.maximum(start, -(1 << 30))
     skipped = gl.maximum(-start, 0)
     start += skipped
@@ -59,10 +60,10 @@ def _prefetch(q, token, head, heads):
 
 @gluon.jit
 def _delay(blocks, tiles):
-    """Stagger the start of CTAs that have a tile less than others.
+    """Stagger the start of CTAs that have one tile less than others.
 
-    CTAs that begin a query together wait for memory together, and then leave it idle. The time
-    is there: the others need it for their last tile.
+    CTAs that begin a query together wait for memory together, and then leave it idle. The delay
+    costs nothing, because the other CTAs need that time for their last tile.
     """
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ctas = gl.num_programs(0)
@@ -91,7 +92,7 @@ def producer(
     LISTED: gl.constexpr,
     LISTS_ONLY: gl.constexpr,
 ):
-    """Producer warpgroup: fill Q and the K buffers, tile after tile."""
+    """Run the producer warpgroup, which fills Q and the K buffers tile after tile."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     c = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, L)), 0)
@@ -127,8 +128,8 @@ def producer(
             b = done % 2
             phase = ((done // 2) & 1) ^ 1
             if not LISTED:
-                # CTAs begin their queries together and would all wait for memory together. To
-                # threads that copy listed rows this is in the way.
+                # Prefetch, because CTAs begin their queries together and would all wait for memory
+                # together. Not if LISTED: it would disturb the threads that copy listed rows.
                 next_tile = tile + gl.num_programs(0)
                 if (i == 1) & (next_tile < tiles):
                     _prefetch(q, next_tile // HEAD_BLOCKS, (next_tile % HEAD_BLOCKS) * 64, heads)
@@ -159,7 +160,7 @@ def producer(
                 else:
                     source = at + r
                     ok = r < remaining
-                # A flag a warp, so that they need not meet.
+                # Each warp writes its own flag, so that warps need not synchronise.
                 missing = gl.max(gl.max(1 - gl.reshape(ok.to(gl.int32), [4, 4, 4]), 2), 0)
                 p = gl.expand_dims(kv + gl.where(ok, source, 0).to(gl.int64) * 512, 1) + c
                 mask = gl.expand_dims(ok, 1)

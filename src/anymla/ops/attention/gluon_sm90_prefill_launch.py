@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from anymla.ops._epilogue import QuantizedOut, epilogue_pointers
+from anymla.ops._epilogue import InverseRopeQuant, QuantizedOut, epilogue_pointers
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.attention.gluon_sm90_prefill import prefill_kernel
 from anymla.ops.attention.prefill_config import (
@@ -34,37 +34,21 @@ def prefill_attention(
     entries: int = 0,
     sink: Tensor | None = None,
     scale: float | None = None,
+    epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if epilogue is not None:
+        to = QuantizedOut.allocate(q, epilogue, native=True)
+        pairs = to.codes.view(torch.int16)
+        _launch(q, rows, ranges, lists, window, entries, sink, scale, pairs, lse, to)
+        return to.results(epilogue.n_groups)
     given = out
     if out is None or not out.is_contiguous() or out.element_size() != 2:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     _launch(q, rows, ranges, lists, window, entries, sink, scale, out, lse, None)
     return (out if given is None or given is out else given.copy_(out)), lse
-
-
-def prefill_attention_fp8_quant(
-    q: Tensor,
-    rows: Tensor,
-    ranges: Tensor,
-    lists: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    n_groups: int,
-    window: int,
-    entries: int = 0,
-    sink: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See the contract."""
-    to = QuantizedOut.allocate(q, positions, cos_sin_cache, native=True)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    pairs = to.codes.view(torch.int16)
-    _launch(q, rows, ranges, lists, window, entries, sink, scale, pairs, lse, to)
-    return to.results(n_groups)
 
 
 def sparse_attention_rows(
@@ -81,7 +65,7 @@ def sparse_attention_rows(
     out: Tensor | None = None,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``sparse_attention_rows``: queries without windows, whose entries are all rows."""
+    """Run the contract's call as prefill of queries without windows, whose entries are all rows."""
     tokens, heads, _ = q.shape
     lists = indices.flatten(1)
     if lengths is None:
@@ -115,7 +99,7 @@ def _launch(
     max_logits: Tensor | None = None,
     empty: float = -torch.inf,
 ) -> None:
-    """``ranges`` [T, 4], or the lengths [T] of lists that are all there is."""
+    """Launch the kernel; ``ranges`` are [T, 4], or lengths [T] of lists without windows."""
     tokens, heads, channels = q.shape
     if not q.numel():
         return
@@ -153,7 +137,16 @@ def _attention(
     factors: tuple[float, float],
     device: torch.device,
 ) -> PreparedLaunch:
-    """Of tokens, heads, the window, a list, all rows and a list's stride; of what is given."""
+    """Prepare a launch.
+
+    Args:
+        sizes: numbers of tokens, heads, window rows, list columns and rows; stride of the lists.
+        given: True each for lists, lists alone (no windows), a sink, and wanted maxima.
+        rope_dim: number of rotating channels of the epilogue; None without one.
+        dtypes: dtypes of the rows and of the output.
+        factors: scale of the scores times log2(e), and lse of a token without rows.
+        device: device of the launch.
+    """
     tokens, heads, window, width, rows, stride = sizes
     listed, lists_only, sink, max_logits = given
     quantized, (dtype, out_dtype) = rope_dim is not None, dtypes

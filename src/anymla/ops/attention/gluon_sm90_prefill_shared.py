@@ -1,10 +1,10 @@
-"""What the warpgroups of the prefill kernel share: shared memory, flags in it, and mbarriers.
+"""Memory that the warpgroups of the prefill kernel share: buffers, flags, and mbarriers.
 
-The mbarriers of the second half are placed by hand, and every warp arrives at them for itself. The
-compiler's own arrival is made by one thread for its warpgroup, whose warps meet before it, and once
-more before they next touch shared memory. Here a warp's threads meet, and one of them arrives. They
-lie beside what the compiler manages, and take a multiple of 1,024 bytes so that what it manages
-stays aligned.
+The kernel places the mbarriers of the second half itself, and every warp arrives at them on its
+own. In the compiler's own arrival one thread arrives for its warpgroup, whose warps synchronise
+before it, and once more before they next touch shared memory. Here the threads of one warp
+synchronise, and one of them arrives. These mbarriers lie beside the memory that the compiler
+manages, and take a multiple of 1,024 bytes so that the latter stays aligned.
 """
 
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from anymla.ops._gluon import aggregate
 from anymla.ops._gluon_ptx import mbarrier_arrive_warp, mbarrier_init_4, mbarrier_wait, shared_array
 
-# Numbers of the mbarriers placed by hand, two of each.
+# Indices of the mbarriers that the kernel places itself, two of each.
 P_FULL = gl.constexpr(0)
 S_DONE = gl.constexpr(2)
 SUM_FULL = gl.constexpr(4)
@@ -27,22 +27,23 @@ _MBARRIERS = gl.constexpr(12)
 
 @aggregate
 class Shared:
-    """Shared memory of a CTA; of each, two.
+    """Shared memory of a CTA; there are two of each.
 
     Attributes:
         q: [64, 256], halves of the queries.
-        k_l: [64, 256], channels 0..255 of rows, two blocks of them; then a finished output.
-        k_r: their channels 256..511.
-        p: [64, 64], weights.
-        rescale_factor: float32 [64], factors of what has been added up before.
-        factor: float32 [64], one over the sums of a query.
-        valid: int32 [64], whether rows count.
-        masked: int32 [4], whether some of a quarter of them do not.
-        blocks: int32 [1], of a query.
-        full_l: mbarriers, here and below: ``k_l`` is filled.
-        full_r: ``k_r`` is.
-        q_full: half of the queries is loaded; with the first half, ``blocks`` is stored.
-        mbarriers: address of those at which every warp arrives for itself.
+        k_l: channels 0 .. 255 of rows, [64, 256] for each of two blocks; then a finished output.
+        k_r: channels 256 .. 511 of the same rows.
+        p: weights of a block's rows, [64, 64].
+        rescale_factor: float32 [64], factors of the sums so far.
+        factor: float32 [64], reciprocal of the sums of a query.
+        valid: int32 [64], not 0 for rows that count.
+        masked: int32 [4], not 0 if some rows of a quarter do not count.
+        blocks: int32 [1], number of blocks of a query.
+        full_l: mbarriers of filled buffers ``k_l``.
+        full_r: mbarriers of filled buffers ``k_r``.
+        q_full: mbarriers of loaded halves of the queries; with the first half, ``blocks`` is
+            stored.
+        mbarriers: address of the mbarriers at which every warp arrives on its own.
     """
 
     q: object
@@ -86,14 +87,17 @@ def get(slot):
 
 @gluon.jit
 def get_any(slot):
-    """Whether one of four int32 in shared memory is not zero."""
+    """Return the largest of four int32 in shared memory, which are flags of 0 or 1."""
     FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     return gl.max(slot.load(FOUR), 0)
 
 
 @gluon.jit
 def init_mbarriers():
-    """Address of the mbarriers, each initialised for four arrivals; to be followed by a barrier."""
+    """Initialise the mbarriers for four arrivals each and return their address.
+
+    A barrier must follow.
+    """
     mbarriers = shared_array("anymla_prefill", 1024, 1024)
     for i in gl.static_range(_MBARRIERS):
         mbarrier_init_4(mbarriers + 8 * i)
@@ -102,11 +106,11 @@ def init_mbarriers():
 
 @gluon.jit
 def wait(mbarriers, which, parity):
-    """Wait until the phase of a parity is over."""
+    """Wait until the phase of this parity is over."""
     mbarrier_wait(mbarriers, which, parity)
 
 
 @gluon.jit
 def arrive(mbarriers, which):
-    """Arrive once for a warp, after all of its threads."""
+    """Arrive once for a warp, after all of its threads have come."""
     mbarrier_arrive_warp(mbarriers + 8 * which)

@@ -1,40 +1,40 @@
-"""Tile scheduler of Hopper's decode kernels: which CTA computes which splits of which work tiles.
+"""Tile scheduler of Hopper's decode kernels, which assigns splits of work tiles to CTAs.
 
-A *work tile* is one tile of heads of one token, a *split* a range of a work tile's blocks. A
-token's blocks are 64 columns of its first list, then 64 columns of its second; at least one, so
+A *work tile* is one tile of heads of one token, and a *split* is a range of a work tile's blocks. A
+token's blocks are 64 columns each of its first list, then of its second. There is at least one, so
 that a token without rows gets its zeros. ``config.Schedule`` says how a launch hands out splits:
 
     Cut.NONE       data-parallel: CTAs take whole work tiles in turn.
     Cut.EVERY      every work tile is cut into the same number of splits, each by its own length;
                    split v belongs to CTA v mod CTAs.
-    Cut.TAIL       data-parallel with split tail: whole work tiles as long as there is one for every
-                   CTA; the rest is cut as above.
-    Cut.STREAM_K   all blocks of all work tiles, in order, plus a fixed cost for each, are cut into
-                   one work range for every CTA. A CTA's first and last split may be parts of a
+    Cut.TAIL       data-parallel with split tail: work tiles stay whole as long as there is one for
+                   every CTA; the rest is cut as in Cut.EVERY.
+    Cut.STREAM_K   all blocks of all work tiles, in order, plus a fixed cost for each work tile, are
+                   cut into one work range per CTA. A CTA's first and last split may be parts of a
                    work tile; but where cutting costs more than it saves, cuts move to the nearest
                    end of a work tile.
-    Cut.BY_BLOCKS  every CTA takes one split at most, of as few blocks as that leaves them: a work
-                   tile is cut into as many as its own blocks ask for.
+    Cut.BY_BLOCKS  every CTA takes at most one split. Splits have as few blocks as the number of
+                   CTAs permits, and a work tile is cut into as many as its own blocks need.
 
     BY_WIDTH        splits are ranges of the blocks of full lists, so that nothing waits for lengths
-                    before it reads the list; ONE_BLOCK: as many splits as there are blocks.
+                    before it reads the list. With ONE_BLOCK there are as many splits as blocks.
     LONGEST_FIRST   the longest tokens come first, and in every second wave CTAs take them in the
-                    opposite order. What is left for the last wave are the shortest, which are cut
-                    where that ends sooner: if all are about as long, it does.
+                    opposite order. The shortest are left for the last wave, which is cut only where
+                    that ends sooner, as when all tokens are about as long.
     PLANNED         ranges, or the order, are read from a plan that ``plan_work_kernel`` made once
                     for all layers of a step. Lists may be shorter or longer than those that it was
                     made for: a work tile's last split ends where the work tile does.
 
-A plan of an order is the order of tokens, int32 [T], and whether the last wave is better not cut.
-Of stream-K it is
-    int32 [work tiles + CTAs, 2]   what ``combine_stream_k_kernel`` reads: first and last CTA of
-                                   every work tile that is cut; for every CTA the work tile that its
-                                   range begins in the middle of, or -1
-    int32 [CTAs, 4]                first work tile, splits, first block of the first split, end
-                                   block of the last split or 0
-and of BY_BLOCKS
-    int32 [work tiles, 2]          what ``combine_splits_kernel`` reads: first split, how many
-    int32 [CTAs, 4]                as above
+A plan of an order is int32 [T], the order of tokens, and one more number, 1 if the last wave is
+better not cut. A plan of stream-K is
+    int32 [work tiles + CTAs, 2]   read by ``combine_stream_k_kernel``: first and last CTA of every
+                                   work tile that is cut; for every CTA the work tile in whose
+                                   middle its range begins, or -1
+    int32 [CTAs, 4]                first work tile, number of splits, first block of the first
+                                   split, end block of the last split or 0
+and a plan of BY_BLOCKS is
+    int32 [work tiles, 2]          read by ``combine_splits_kernel``: first split, number of splits
+    int32 [CTAs, 4]                the four numbers of stream-K
 """
 
 from triton.experimental import gluon
@@ -52,21 +52,20 @@ _NONE = gl.constexpr(int(Cut.NONE))
 _TAIL = gl.constexpr(int(Cut.TAIL))
 _STREAM_K = gl.constexpr(int(Cut.STREAM_K))
 _BY_BLOCKS = gl.constexpr(int(Cut.BY_BLOCKS))
-# Units of work, which are blocks and fixed costs, that a CTA of stream-K has at least; fewer CTAs
-# work if there are not enough.
+# Least work of a CTA of stream-K, in units of one block; fewer CTAs work if there is not enough.
 _LEAST = gl.constexpr(4)
-# What combining costs a CTA, in units.
+# Cost of combining for a CTA, in units of one block.
 _COMBINE = gl.constexpr(6)
-# A cut so close to a work tile's end moves to the end: splits of a block or less cost more than
-# they save.
+# A cut this many blocks or fewer from a work tile's end moves to the end: such short splits cost
+# more than they save.
 _SNAP = gl.constexpr(2)
-# Of keys that tokens are ordered by.
+# Tokens are ordered by keys of blocks * _TOKENS + place, which must fit 31 bits.
 _TOKENS = gl.constexpr(MOST_ORDERED_TOKENS)
 _MOST_BLOCKS = gl.constexpr((1 << 30) // MOST_ORDERED_TOKENS)
-# What cutting the last wave costs besides, in units.
+# Fixed cost of cutting the last wave, in units of one block.
 _CUTTING = gl.constexpr(5)
-RANGE = gl.constexpr(4)  # numbers of a CTA in a plan
-# Arguments of the kernels that do not make a specialisation.
+RANGE = gl.constexpr(4)  # numbers per CTA in a plan
+# Arguments for which the kernels are not specialised.
 COUNTS = (
     "T", "H", "width0", "width1", "limit0", "limit1", "stride0", "stride1", "splits", "angles",
 )  # fmt: skip
@@ -74,23 +73,28 @@ COUNTS = (
 
 @aggregate
 class Lists:
-    """Both lists of all tokens and the caches they point into: pairs, first and second.
+    """Both lists of all tokens and the caches they point into, as pairs of first and second.
 
     Attributes:
-        rows: caches, as bytes.
-        slots: int32 [T, .], the lists.
+        rows: both caches as bytes.
+        slots: int32 [T, columns] of each list, slots of its cache.
         lengths: int32 [T], columns in use of each list; read if LENGTH0, LENGTH1.
-        widths: columns of a list.
-        limits: rows that the cache has.
-        strides: from one token's list to the next.
-        TWO: there is a second list.
-        LENGTH0: lists have lengths; LENGTH1 likewise.
-        PAGE0: rows of a page; PAGE1 likewise.
-        STEP0: bytes from one page to the next; STEP1 likewise.
-        CODEC0: how rows are coded, a ``RowCodec``; None for V3.2's; CODEC1 likewise.
-        TAIL: the last channels of rows are bfloat16 (V4's).
-        FP8: rows of a list are e4m3; FP8_FIRST: those of the first.
-        FP4: rows of a list are NVFP4.
+        widths: number of columns of each list.
+        limits: number of rows in each cache.
+        strides: elements from one token's list to the next.
+        TWO: True if there is a second list.
+        LENGTH0: True if the first list has lengths.
+        LENGTH1: True if the second list has lengths.
+        PAGE0: rows per page of the first cache.
+        PAGE1: rows per page of the second cache.
+        STEP0: bytes from one page of the first cache to the next.
+        STEP1: bytes from one page of the second cache to the next.
+        CODEC0: ``RowCodec`` of the first cache's rows; None for V3.2's rows.
+        CODEC1: ``RowCodec`` of the second cache's rows, or None.
+        TAIL: True if the last channels of rows are bfloat16 (V4).
+        FP8: True if rows of either list are e4m3.
+        FP8_FIRST: True if rows of the first list are e4m3.
+        FP4: True if rows of either list are NVFP4.
     """
 
     rows: object
@@ -137,7 +141,7 @@ class Lists:
 
 @gluon.jit
 def length_of(lengths, token, there, width, GIVEN: gl.constexpr):
-    """Columns in use of a token's list: at most all of it, which is what they are unless given."""
+    """Return the columns in use of a token's list: its length if GIVEN, else its whole width."""
     if GIVEN:
         return gl.minimum(gl.maximum(gl.load(lengths + token, mask=there, other=0), 0), width)
     else:
@@ -146,7 +150,7 @@ def length_of(lengths, token, there, width, GIVEN: gl.constexpr):
 
 @gluon.jit
 def counts(lists, token):
-    """Columns in use of both lists of a token, and blocks of the first and of both."""
+    """Return the columns in use of a token's two lists, and the blocks of the first and of both."""
     n0 = length_of(lists.lengths[0], token, token >= 0, lists.widths[0], lists.LENGTH0)
     blocks0 = (n0 + KEYS - 1) // KEYS
     n1 = n0 * 0
@@ -158,13 +162,13 @@ def counts(lists, token):
 
 @gluon.jit
 def place_of(k, cta, ctas):
-    """Which split of its wave k a CTA takes, if the longest come first."""
+    """Return which split of its wave k a CTA takes if the longest tokens come first."""
     return gl.where(k % 2 == 1, ctas - 1 - cta, cta)
 
 
 @gluon.jit
 def _rank_keys(lists, tokens, T):
-    """Numbers that are the larger, the earlier a token is taken: by blocks, then by number."""
+    """Compute sort keys, larger for tokens taken earlier: by blocks, then by lower number."""
     there = tokens < T
     n0 = length_of(lists.lengths[0], tokens, there, lists.widths[0], lists.LENGTH0)
     blocks = tokens * 0 + (n0 + KEYS - 1) // KEYS
@@ -177,16 +181,16 @@ def _rank_keys(lists, tokens, T):
 
 @gluon.jit
 def _better_whole(units, rank, T, splits, ctas, HEAD_TILES: gl.constexpr, COST: gl.constexpr):
-    """Whether the work tiles of the last wave had better not be cut, as 0 or 1.
+    """Estimate whether to leave the work tiles of the last wave uncut; return 1 if so, else 0.
 
     Args:
-        units: of work in each token's work tiles.
-        rank: the tokens' places in the order.
-        T: tokens.
-        splits: of a work tile that is cut.
-        ctas: of the launch.
-        HEAD_TILES: tiles of heads.
-        COST: of a work tile or split besides its blocks.
+        units: work in each work tile of each token, in units of one block.
+        rank: place of each token in the order.
+        T: number of tokens.
+        splits: number of splits of a cut work tile.
+        ctas: number of CTAs launched.
+        HEAD_TILES: number of head tiles per token.
+        COST: fixed cost of a work tile or split, in units of one block.
     """
     work_tiles = T * HEAD_TILES
     late = rank >= work_tiles // ctas * ctas // HEAD_TILES
@@ -195,7 +199,7 @@ def _better_whole(units, rank, T, splits, ctas, HEAD_TILES: gl.constexpr, COST: 
     longest = gl.max(units, 0)
     largest = gl.max(gl.where(late, units, 0), 0)
     whole = gl.maximum(longest, total + largest // 2)
-    # Work tiles that are all as long end after whole waves.
+    # If all work tiles are equally long, they end after whole waves.
     equal = longest * T == gl.sum(units, 0)
     whole = gl.where(equal, (work_tiles + ctas - 1) // ctas * longest, whole)
     split = (gl.maximum(largest - COST, 0) + splits - 1) // splits + COST
@@ -207,10 +211,10 @@ def order_tokens(
     lists, order, T, splits, ctas, HEAD_TILES: gl.constexpr, COST: gl.constexpr,
     SIZE: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Write down in which order tokens are taken; every CTA does, and all write the same.
+    """Write the order in which tokens are taken; every CTA writes the same.
 
-    SIZE: a power of two of at least T, 128 and at most 512. If TAIL, returns, and writes behind
-    the order, whether the work tiles of the last wave are better not cut.
+    SIZE is a power of two of at least T, from 128 to 512. With TAIL, return, and write behind the
+    order, 1 if the work tiles of the last wave are better not cut.
     """
     K: gl.constexpr = gl.BlockedLayout([SIZE // 128], [32], [4], [0])
     L: gl.constexpr = gl.BlockedLayout([SIZE // 128, 32], [32, 1], [4, 1], [1, 0])
@@ -237,25 +241,26 @@ def order_tokens(
 
 @aggregate
 class WorkRange:
-    """The splits of one CTA.
+    """All splits of one CTA; names in capitals are explained at the top of the file.
 
     Attributes:
         first: number of the first split, or of the first work tile (stream-K).
-        count: how many splits.
+        count: number of splits of this CTA.
         begin: first block of the first split (stream-K).
         end: end block of the last split, 0 for all of its work tile (stream-K).
-        work_tiles: tokens x tiles of heads.
-        splits: of a work tile that is cut, or of the first one; 0 if none is cut after all.
-        HEAD_TILES: tiles of heads.
-        SPLIT: work tiles may be cut.
-        PARTLY: some are and some are not, which is known at run time.
-        TAIL: data-parallel with split tail.
-        PLANNED: see the file, like the others.
-        LONGEST_FIRST: likewise.
-        order: int32 [T], tokens in the order in which they are taken, if LONGEST_FIRST.
-        BY_WIDTH: likewise.
-        ONE_BLOCK: likewise.
-        BY_BLOCKS: likewise.
+        work_tiles: number of work tiles, tokens x head tiles.
+        splits: number of splits of a work tile that is cut, or of the first one; 0 if none is cut
+            after all.
+        HEAD_TILES: number of head tiles per token.
+        SPLIT: True if work tiles may be cut.
+        PARTLY: True if the cut work tiles are known only at run time.
+        TAIL: True for data-parallel with split tail.
+        PLANNED: True if ranges or the order come from a plan.
+        LONGEST_FIRST: True if CTAs take the longest tokens first.
+        order: int32 [T], order in which tokens are taken if LONGEST_FIRST.
+        BY_WIDTH: True if splits are those of full lists.
+        ONE_BLOCK: True if every split is one block.
+        BY_BLOCKS: True if a CTA has one split at most.
     """
 
     first: gl.tensor
@@ -300,7 +305,7 @@ class WorkRange:
 
 @gluon.jit
 def _count(total, cta, ctas, LONGEST_FIRST: gl.constexpr):
-    """How many of all splits a CTA takes."""
+    """Count the splits that a CTA takes out of ``total``."""
     if LONGEST_FIRST:
         waves = total // ctas
         last = place_of(waves, cta, ctas) < total - waves * ctas
@@ -314,7 +319,7 @@ def _even_range(
     work_tiles, splits, order, HEAD_TILES: gl.constexpr, SPLIT: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, BY_WIDTH: gl.constexpr, ONE_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Work of this CTA where every work tile has as many splits."""
+    """Compute this CTA's work where every work tile has the same number of splits."""
     total = work_tiles * splits
     cta = gl.program_id(0)
     ctas = gl.num_programs(0)
@@ -330,7 +335,7 @@ def _even_range(
 def _tail_range(
     work_tiles, splits, uncut, order, HEAD_TILES: gl.constexpr, LONGEST_FIRST: gl.constexpr
 ):
-    """Work of this CTA where only the last wave is cut; uncut: it is not after all."""
+    """Compute this CTA's work where only the last wave is cut, or nothing if ``uncut`` is not 0."""
     cta = gl.program_id(0)
     ctas = gl.num_programs(0)
     whole = work_tiles // ctas * ctas
@@ -352,7 +357,7 @@ def _add(a, b):
 
 @gluon.jit
 def _cut(place, tokens, ends, cost, blocks, T, uncut, COST: gl.constexpr, HEAD_TILES: gl.constexpr):
-    """The work tile and block that a range starting at ``place`` starts with."""
+    """Return the work tile and the block at which a range that starts at ``place`` begins."""
     passed = (ends <= place) & (tokens < T)
     token = gl.sum(passed.to(gl.int32), 0)
     start = gl.max(gl.where(passed, ends, 0), 0)
@@ -371,7 +376,7 @@ def _cut(place, tokens, ends, cost, blocks, T, uncut, COST: gl.constexpr, HEAD_T
 
 @gluon.jit
 def _blocks_of_all(lists, T, SIZE: gl.constexpr):
-    """Numbers of SIZE tokens, and the blocks of each, at least one."""
+    """Return numbers of SIZE tokens, and the blocks of each, at least one."""
     tokens = gl.arange(0, SIZE, layout=gl.BlockedLayout([SIZE // 128], [32], [4], [0]))
     there = tokens < T
     n0 = length_of(lists.lengths[0], tokens, there, lists.widths[0], lists.LENGTH0)
@@ -384,13 +389,13 @@ def _blocks_of_all(lists, T, SIZE: gl.constexpr):
 
 @gluon.jit
 def _by_blocks_range(lists, T, HEAD_TILES: gl.constexpr, SIZE: gl.constexpr):
-    """Work of this CTA if it has one split at most; SIZE as in ``_stream_k_range``."""
+    """Compute this CTA's work if it has at most one split; SIZE is that of ``_stream_k_range``."""
     tokens, blocks = _blocks_of_all(lists, T, SIZE)
     there = tokens < T
     cta = gl.program_id(0)
     ctas = gl.num_programs(0)
-    # The fewest blocks of a split with which there are no more splits than CTAs; and no more of a
-    # work tile than are combined at a time, unless they are long.
+    # Search for the fewest blocks per split with which there are no more splits than CTAs. A work
+    # tile has no more splits than are combined at a time, unless its splits are long.
     most = gl.max(gl.where(there, blocks, 0), 0)
     least = gl.minimum((most + AT_ONCE - 1) // AT_ONCE, LONG_SPLIT)
     while least < most:
@@ -409,9 +414,9 @@ def _by_blocks_range(lists, T, HEAD_TILES: gl.constexpr, SIZE: gl.constexpr):
     tile = (cta - start) // own
     number = cta - start - tile * own
     begin = number * each
-    # The last one ends where the work tile does.
+    # The last split ends where the work tile does.
     end = gl.where(number + 1 < own, begin + each, 0)
-    # One that has none repeats a block for nobody, if it is told so by a plan.
+    # A CTA without a split would repeat a block that nobody uses, if a plan told it to.
     some = token < T
     count = some.to(gl.int32)
     first = gl.where(some, token * HEAD_TILES + tile, 0)
@@ -425,12 +430,12 @@ def _by_blocks_range(lists, T, HEAD_TILES: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr):
-    """Work of this CTA in stream-K; SIZE is a power of two of at least max(T, 128)."""
+    """Compute this CTA's work in stream-K; SIZE is a power of two of at least max(T, 128)."""
     tokens, blocks = _blocks_of_all(lists, T, SIZE)
     cost = gl.where(tokens < T, blocks + COST, 0)
     ends = gl.associative_scan(cost * HEAD_TILES, 0, _add)
     total = gl.max(ends, 0).to(gl.int64)
-    # The longest range, if work tiles stay whole and if they are cut.
+    # Compare the longest range if work tiles stay whole with that if they are cut.
     ctas = gl.num_programs(0)
     longest = gl.max(cost, 0).to(gl.int64)
     even = total // ctas
@@ -454,7 +459,7 @@ def _stream_k_range(lists, T, HEAD_TILES: gl.constexpr, COST: gl.constexpr, SIZE
 
 @gluon.jit
 def _planned_range(plan, T, HEAD_TILES: gl.constexpr):
-    """Work of this CTA in a plan of stream-K."""
+    """Read this CTA's work from a plan of stream-K."""
     work_tiles = T * HEAD_TILES
     at = plan + (work_tiles + gl.num_programs(0)) * 2 + gl.program_id(0) * RANGE
     return WorkRange(
@@ -465,7 +470,7 @@ def _planned_range(plan, T, HEAD_TILES: gl.constexpr):
 
 @gluon.jit
 def _planned_split(plan, T, HEAD_TILES: gl.constexpr):
-    """Work of this CTA in a plan of BY_BLOCKS, which ``split_at`` reads: nothing waits here."""
+    """Leave this CTA's work in a plan of BY_BLOCKS to ``split_at``, so that nothing waits here."""
     zero = T * 0
     return WorkRange(
         zero, zero + 1, zero, zero, T * HEAD_TILES, zero + 1, HEAD_TILES, True, False, False,
@@ -479,13 +484,13 @@ def work_range(
     LONGEST_FIRST: gl.constexpr, PLANNED: gl.constexpr, BY_WIDTH: gl.constexpr,
     ONE_BLOCK: gl.constexpr, COST: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Work of this CTA; the constants are those of ``config.Schedule``.
+    """Compute this CTA's work; the constants are those of ``config.Schedule``.
 
-    plan: int32; what was planned, or memory for the order of tokens.
+    ``plan`` is int32, a plan or memory for the order of tokens.
     """
     TAIL: gl.constexpr = CUT == _TAIL
     NOW: gl.constexpr = LONGEST_FIRST and not PLANNED
-    # Every partition waits for itself, before it reads anything.
+    # Each partition does its own PDL wait before it reads anything.
     if NOW or CUT == _STREAM_K or (CUT == _BY_BLOCKS and not PLANNED):
         gdc_wait(WARPGROUP=True)
     uncut = T * 0
@@ -516,19 +521,20 @@ def work_range(
 
 @aggregate
 class Split:
-    """A split: blocks first .. last - 1 of a work tile.
+    """Blocks ``first`` to ``last`` - 1 of a work tile.
 
     Attributes:
-        token: of the work tile.
-        tile: of heads.
+        token: token of the work tile.
+        tile: head tile of the work tile.
         n0: columns in use of the token's first list.
-        n1: of its second.
-        blocks0: blocks of the first list, which come first.
-        first: block.
-        last: block, exclusive.
-        whole: the split is its work tile and writes the result; else it stores a partial.
-        slot: of the partial.
-        number: of the split among all of the launch.
+        n1: columns in use of its second list.
+        blocks0: number of blocks of the first list, which come first.
+        first: index of the first block.
+        last: index behind the last block.
+        whole: True if the split is its whole work tile and writes the result; else it stores a
+            partial.
+        slot: slot at which its partial is stored.
+        number: number of the split among all of the launch.
     """
 
     token: gl.tensor
@@ -552,7 +558,7 @@ class Split:
 
 @gluon.jit
 def split_at(k, work, lists):
-    """Split k of the CTA."""
+    """Return split k of this CTA."""
     cta = gl.program_id(0)
     ctas = gl.num_programs(0)
     if work.TAIL:
@@ -603,7 +609,7 @@ def split_at(k, work, lists):
         token = work_tile // work.HEAD_TILES
         n0, n1, blocks0, blocks = counts(lists, token)
         first = slot - work_tile * work.splits
-        # A split without blocks still takes one, whose columns are past the end of the lists.
+        # A split without blocks still computes one, whose columns are past the end of the lists.
         if work.BY_WIDTH:
             wide0 = blocks0 * 0 + (lists.widths[0] + KEYS - 1) // KEYS
             end = gl.where(n1 > 0, wide0 + (n1 + KEYS - 1) // KEYS, blocks0)
@@ -642,7 +648,7 @@ def split_at(k, work, lists):
 
 @gluon.jit
 def record_begin(spans_ptr, work):
-    """Tell the combine which work tile the CTA's range begins in the middle of, if any."""
+    """Tell the combine in the middle of which work tile the CTA's range begins, if it does."""
     if work.PARTLY and not (work.TAIL or work.PLANNED):
         inside = (work.begin > 0) & (work.count > 0)
         at = spans_ptr + (work.work_tiles + gl.program_id(0)) * 2
@@ -653,7 +659,7 @@ def record_begin(spans_ptr, work):
 
 @gluon.jit
 def _record_splits(spans_ptr, work):
-    """Tell the combine which splits a work tile has; the CTA with the first of them does."""
+    """Tell the combine the splits of a work tile, if this CTA has the first of them."""
     starts = (work.count > 0) & (work.begin == 0)
     gl.store(spans_ptr + work.first * 2, gl.program_id(0), mask=starts)
     gl.store(spans_ptr + work.first * 2 + 1, work.splits, mask=starts)
@@ -677,7 +683,7 @@ def plan_work_kernel(
     LENGTH0: gl.constexpr, LENGTH1: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     BY_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Make a plan; grid: the CTAs of the decode kernel, or one for the order. See the file."""
+    """Make a plan, on a grid like that of the decode kernel, or of one CTA for an order."""
     lengths, widths = (length0_ptr, length1_ptr), (width0, width1)
     lists = Lists(
         lengths, lengths, lengths, widths, widths, widths, TWO, LENGTH0, LENGTH1, 1, 1, 0, 0

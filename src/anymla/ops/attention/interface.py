@@ -1,28 +1,26 @@
-"""Contracts of attention: decode by lists of slots, prefill over a decoded workspace."""
+"""Contracts of attention: over rows listed in caches, or over a workspace of decoded rows."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops._epilogue import check_quantized, composed, quantized_results
+from anymla.ops._epilogue import InverseRopeQuant, check_epilogue, quantized_results
 from anymla.ops._pages import check_cache
+from anymla.ops.attention.cache_rows import CacheRows, flat
 from anymla.ops.attention.composed import by_lists, triton_lists_support
 from anymla.ops.attention.decode_config import choose_schedule
 from anymla.ops.attention.decode_support import (
     gluon_attention_support,
-    gluon_fp8_quant_support,
     gluon_rows_support,
     numba_attention_support,
     triton_attention_support,
+    triton_rows_support,
 )
-from anymla.ops.attention.prefill_config import (
-    gluon_prefill_fp8_quant_support,
-    gluon_prefill_support,
-)
+from anymla.ops.attention.prefill_config import gluon_prefill_support
 from anymla.ops.device import has_numba, runs_gluon, target_of
 from anymla.ops.registry import (
     FLOAT32_UP,
@@ -38,37 +36,37 @@ from anymla.ops.registry import (
 VALUE_DIM = 512
 
 
-def _results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = q.shape
+def _results(
+    q: Tensor,
+    *,
+    value_dim: int | None = None,
+    epilogue: InverseRopeQuant | None = None,
+    out: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    """Allocate the results of any of the operations; arguments are the operation's."""
+    if epilogue is not None:
+        return quantized_results(q, epilogue)
+    shape = (*q.shape[:2], q.shape[2] if value_dim is None else value_dim)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (
-        torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device),
-        torch.empty((tokens, heads), dtype=lse_dtype, device=q.device),
+        torch.empty(shape, dtype=q.dtype if out is None else out.dtype, device=q.device),
+        torch.empty(shape[:2], dtype=lse_dtype, device=q.device),
     )
 
 
-def _first_channels(q: Tensor, *, value_dim: int | None, **_: Any) -> tuple[Tensor, Tensor]:
-    return _results(q, q.shape[2] if value_dim is None else value_dim)
-
-
-@operation(mutates=("out",), outputs=_first_channels)
+@operation(mutates=("out",), outputs=_results)
 def sparse_attention(
     q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None = None,
+    rows: Sequence[CacheRows],
     *,
     sink: Tensor | None = None,
     scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     value_dim: int | None = None,
     empty_lse: float | None = None,
     batch_invariant: bool = False,
     plan: Tensor | None = None,
+    epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -81,35 +79,34 @@ def sparse_attention(
 
     A row is the key, and its first ``value_dim`` channels, or all of it, are the value. A slot
     listed n times counts n times. Slots outside their cache (negative, or past its end) are
-    skipped and never read; so is everything from column ``lengths[t]`` on. What lies in rows that
-    are not listed for a token never reaches it, not even as NaN; a NaN in a listed row does.
+    skipped and never read; so is everything from a list's column ``lengths[t]`` on. What lies in
+    rows that are not listed for a token never reaches it, not even as NaN; a NaN in a listed row
+    does.
 
     Args:
-        q: [T, H, D] floating point. D = channels of the layout; any H.
-        k_cache: [P, B, row] (or [P, B, 1, row]) in ``layout``; any page stride.
-        indices: [T, K] (or [T, 1, K]) int32, ``page * B + offset``; any order.
-        lengths: [T] int32, leading columns in use; None for all K.
-        sink: [H] float32 or float64, one logit per head that carries no value. -inf: no effect,
-            +inf: output 0.
-        scale: of the scores; None for D ** -0.5. The sink is not scaled.
-        extra_cache: second cache, or None. Its page size and layout may differ.
-        extra_indices: [T, K'] (or [T, 1, K']) int32, slots of ``extra_cache``.
-        extra_lengths: [T] int32.
-        layout: layout id of k_cache.
-        extra_layout: layout id of extra_cache.
-        value_dim: leading channels of a row that are the value, at most D; None for D.
+        q: queries [T, H, D], floating point; D channels of the layout, any number of heads H.
+        rows: one ``CacheRows`` or two, of caches of D channels: the window, then compressed
+            entries. Page sizes and layouts of the two may differ.
+        sink: one logit per head that carries no value, [H] float32 or float64; -inf has no effect,
+            +inf gives output 0. None for no sink.
+        scale: factor of the scores, not of the sink; None for D ** -0.5.
+        value_dim: number of leading channels of a row that are the value; None for all D.
         empty_lse: lse of a token without rows; None for -inf.
-        batch_invariant: a row's result is the same, bit for bit, in any batch (of one token or
-            of many, whatever the others list). It may be slower.
-        plan: int32 [n] from ``sparse_attention_plan`` for as many tokens and heads and lists as
-            wide, or None. Backends that cut work in another way ignore it, and so does a
-            batch-invariant call.
-        out: [T, H, value_dim] of q's dtype to write the output into, or None.
+        batch_invariant: True for results of a token that are the same, bit for bit, in any batch
+            (of one token or of many, whatever the others list). It may be slower.
+        plan: plan from ``sparse_attention_plan`` for the same numbers of tokens, heads and columns,
+            [n] int32; None without one. Backends that cut work in another way ignore it, and so
+            does a batch-invariant call.
+        epilogue: rotation back and FP8 quantisation of the heads, or None. With it H is a multiple
+            of G groups, D of 128, and value_dim, empty_lse and out are None.
+        out: tensor that the output is written into, [T, H, value_dim] of q's dtype; None to
+            allocate it.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        out [T, H, value_dim] of q's dtype (``out`` if given) and lse [T, H] float32 (float64 for
-        float64 q). A token without rows: out 0, lse -inf or what ``empty_lse`` says.
+        Output [T, H, value_dim] of q's dtype (``out`` if given) and lse [T, H] float32 (float64
+        for float64 q). A token without rows has output 0 and lse -inf, or ``empty_lse``. With an
+        epilogue: codes [T, G, H / G * D] float8_e4m3fn and scales [T, G, H / G * D / 128] float32.
 
     Numerics: scores and softmax in float32 or wider; for bfloat16 q the probabilities are rounded
     to bfloat16 before they weigh the values, and the output is rounded once more. float32 and
@@ -117,22 +114,25 @@ def sparse_attention(
     not hold: V3.2's rows may have scales that are no powers of two.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or layout; extra_indices without
-            extra_cache or the reverse; a plan for other shapes.
+        TypeError, ValueError: wrong dtype, shape, device or layout; more than two caches; a plan
+            for other shapes.
 
     Source: DeepSeek-V4 reference, inference/model.py and kernel.py (sparse attention with sink);
     the two caches are those of FlashMLA's ``flash_mla_with_kvcache``.
     """
     name = "sparse_attention"
-    first = k_cache, indices, lengths, layout
-    second = extra_cache, extra_indices, extra_lengths, extra_layout
-    dims = _check_lists(name, q, first, second, sink, plan)
+    dims = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        sink=(sink, "H", FLOAT32_UP),
+        plan=(plan, "_", INT32),
+    )
+    _check_rows(name, q, rows, dims)
+    check_epilogue(name, q, epilogue, value_dim=value_dim, empty_lse=empty_lse, out=out)
     _check_values(name, dims, dims["D"] if value_dim is None else value_dim, out, q.dtype)
 
 
-@operation(
-    mutates=("out", "max_logits"), outputs=lambda q, *, value_dim, **_: _results(q, value_dim)
-)
+@operation(mutates=("out", "max_logits"), outputs=_results)
 def sparse_attention_rows(
     q: Tensor,
     kv: Tensor,
@@ -153,23 +153,26 @@ def sparse_attention_rows(
     Same sums as ``sparse_attention``; keys are whole rows, values their first channels.
 
     Args:
-        q: [T, H, D] floating point.
-        kv: [N, D] (or [N, 1, D]) floating point.
-        indices: [T, K] (or [T, 1, K]) int32 rows of kv; outside [0, N): skipped.
-        lengths: [T] int32, leading columns in use; None for all K.
-        sink: [H] float32 or float64 logits, or None.
-        scale: of the scores; None for D ** -0.5.
-        value_dim: leading channels of a row that are the value, at most D.
+        q: queries of all heads, [T, H, D] floating point.
+        kv: rows that queries attend to, [N, D] (or [N, 1, D]) floating point.
+        indices: row numbers listed for each token, [T, K] (or [T, 1, K]) int32; those outside
+            [0, N) are skipped.
+        lengths: number of leading columns in use, [T] int32; None for all K.
+        sink: one logit per head that carries no value, [H] float32 or float64; None for no sink.
+        scale: factor of the scores; None for D ** -0.5.
+        value_dim: number of leading channels of a row that are the value, at most D.
         empty_lse: lse of a token without rows; None for -inf.
-        batch_invariant: as in ``sparse_attention``.
-        out: [T, H, value_dim] of q's dtype to write the output into, or None.
-        max_logits: [T, H] of lse's dtype to write each head's largest score into (the sink is
-            none; -inf for a token without rows), or None.
+        batch_invariant: True for the same bits in any batch, as in ``sparse_attention``.
+        out: tensor that the output is written into, [T, H, value_dim] of q's dtype; None to
+            allocate it.
+        max_logits: tensor that each head's largest score is written into, [T, H] of lse's dtype;
+            the sink is no score, and a token without rows has -inf. None for no such result.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        out [T, H, value_dim] of q's dtype and lse [T, H] float32 (float64 for float64 q); a token
-        without rows: out 0, lse -inf or ``empty_lse``. Numerics as in ``sparse_attention``.
+        Output [T, H, value_dim] of q's dtype and lse [T, H] float32 (float64 for float64 q). A
+        token without rows has output 0 and lse -inf, or ``empty_lse``. Numerics are those of
+        ``sparse_attention``.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
@@ -180,8 +183,8 @@ def sparse_attention_rows(
     dims = check(
         name,
         q=(q, "T H D", FLOATS),
-        kv=(_flat(kv), "N D", FLOATS),
-        indices=(_flat(indices), "T K", INT32),
+        kv=(flat(kv), "N D", FLOATS),
+        indices=(flat(indices), "T K", INT32),
         lengths=(lengths, "T", INT32),
         sink=(sink, "H", FLOAT32_UP),
         max_logits=(max_logits, "T H", torch.promote_types(q.dtype, torch.float32)),
@@ -189,73 +192,7 @@ def sparse_attention_rows(
     _check_values(name, dims, value_dim, out, q.dtype)
 
 
-@operation(outputs=quantized_results)
-def sparse_attention_fp8_quant(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    n_groups: int,
-    sink: Tensor | None = None,
-    scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
-    batch_invariant: bool = False,
-    plan: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``sparse_attention``, then ``inverse_rope_fp8_quant`` of its output.
-
-    The output may be rounded to q's dtype in between, as separate calls do, or not at all, which is
-    what a backend gains that does both at once.
-
-    Args:
-        q: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
-        k_cache: as for ``sparse_attention``, like all that is not named here.
-        indices: [T, K] (or [T, 1, K]) int32.
-        lengths: [T] int32, or None.
-        positions: [T] int64, of the queries.
-        cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
-        n_groups: G.
-        sink: [H] float32 or float64, or None.
-        scale: of the scores; None for D ** -0.5.
-        extra_cache: second cache, or None.
-        extra_indices: [T, K'] (or [T, 1, K']) int32.
-        extra_lengths: [T] int32.
-        layout: layout id of k_cache.
-        extra_layout: layout id of extra_cache.
-        batch_invariant: as for ``sparse_attention``.
-        plan: int32 [n], likewise, or None.
-        backend: name of the backend that runs; None for the best that can.
-
-    Returns:
-        values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
-
-    Raises:
-        TypeError, ValueError: as the two operations.
-    """
-    name = "sparse_attention_fp8_quant"
-    check_quantized(name, q, positions, cos_sin_cache, n_groups)
-    first = k_cache, indices, lengths, layout
-    second = extra_cache, extra_indices, extra_lengths, extra_layout
-    _check_lists(name, q, first, second, sink, plan)
-
-
-def _prefill_results(*, q: Tensor, out: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return (
-        torch.empty_like(q if out is None else out),
-        torch.empty(q.shape[:2], dtype=lse_dtype, device=q.device),
-    )
-
-
-@operation(mutates=("out",), outputs=_prefill_results)
+@operation(mutates=("out",), outputs=_results)
 def prefill_attention(
     q: Tensor,
     rows: Tensor,
@@ -266,6 +203,7 @@ def prefill_attention(
     entries: int = 0,
     sink: Tensor | None = None,
     scale: float | None = None,
+    epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -283,23 +221,26 @@ def prefill_attention(
     of a chunk can see, decoded once; ``layers.prefill_rows`` builds it.
 
     Args:
-        q: [T, H, D] floating point; any H.
-        rows: [N, D] floating point.
-        ranges: [T, 4] int32.
-        lists: [T, K] int32, in any order, relative to ``ranges[t, 2]``; negative ones are skipped.
-        window: the most rows of a window; n is cut to it.
-        entries: the most entries of a token; m is cut to it, or to K where there are lists.
-        sink: [H] float32 or float64, one logit per head that carries no value.
-        scale: of the scores; None for D ** -0.5. The sink is not scaled.
-        out: [T, H, D] floating point to write the output into, or None for one of q's dtype.
+        q: queries [T, H, D], floating point; any number of heads H.
+        rows: workspace of decoded rows, [N, D] floating point.
+        ranges: first row and number of rows (a, n, b, m) of each token's two ranges, [T, 4] int32.
+        lists: entries selected for each token, [T, K] int32, in any order, relative to
+            ``ranges[t, 2]``; negative ones are skipped. None for the whole second range.
+        window: largest number of rows of a window; n is cut to it.
+        entries: largest number of entries of a token; m is cut to it, or to K with lists.
+        sink: one logit per head that carries no value, [H] float32 or float64; None for no sink.
+        scale: factor of the scores, not of the sink; None for D ** -0.5.
+        epilogue: rotation back and FP8 quantisation of the heads, as for ``sparse_attention``.
+        out: tensor that the output is written into, [T, H, D] floating point; None to allocate it
+            in q's dtype.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        out [T, H, D] and lse [T, H] float32 (float64 for float64 q), natural, without the sink. A
-        token without rows: out 0, lse -inf.
+        Output [T, H, D] and lse [T, H] float32 (float64 for float64 q), natural, without the sink.
+        A token without rows has output 0 and lse -inf. With an epilogue, its codes and scales.
 
-    Numerics: as ``sparse_attention``; for 16-bit q and rows the probabilities are rounded to that
-    type before they weigh the values, and the output is rounded once.
+    Numerics: those of ``sparse_attention``; for 16-bit q and rows the probabilities are rounded to
+    that type before they weigh the values, and the output is rounded once.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device, or a negative bound.
@@ -314,95 +255,29 @@ def prefill_attention(
         sink=(sink, "H", FLOAT32_UP),
         out=(out, "T H D", FLOATS),
     )
+    check_epilogue(name, q, epilogue, out=out)
     require(window >= 0, name, "window", "at least 0", window)
     require(entries >= 0, name, "entries", "at least 0", entries)
 
 
-@operation(outputs=quantized_results)
-def prefill_attention_fp8_quant(
-    q: Tensor,
-    rows: Tensor,
-    ranges: Tensor,
-    lists: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    n_groups: int,
-    window: int,
-    entries: int = 0,
-    sink: Tensor | None = None,
-    scale: float | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``prefill_attention``, then ``inverse_rope_fp8_quant`` of its output.
-
-    The output may be rounded to q's dtype in between or not, as for ``sparse_attention_fp8_quant``.
-
-    Args:
-        q: [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
-        rows: [N, D] floating point.
-        ranges: [T, 4] int32, as for ``prefill_attention``, like all that is not named here.
-        lists: [T, K] int32, or None.
-        positions: [T] int64, of the queries.
-        cos_sin_cache: [L, rope_dim] float32, cosines then sines; L > every position.
-        n_groups: G.
-        window: the most rows of a window.
-        entries: without lists the most entries of a token.
-        sink: [H] float32 or float64, or None.
-        scale: of the scores; None for D ** -0.5.
-        backend: name of the backend that runs; None for the best that can.
-
-    Returns:
-        values float8_e4m3fn [T, G, H / G * D] and scales float32 [T, G, H / G * D / 128].
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or device, or a negative bound.
-    """
-    name = "prefill_attention_fp8_quant"
-    dims = check_quantized(name, q, positions, cos_sin_cache, n_groups)
-    check(
-        name,
-        dims=dims,
-        rows=(rows, "_ D", FLOATS),
-        ranges=(ranges, "T 4", INT32),
-        lists=(lists, "T _", INT32),
-        sink=(sink, "H", FLOAT32_UP),
-    )
-    require(window >= 0, name, "window", "at least 0", window)
-    require(entries >= 0, name, "entries", "at least 0", entries)
-
-
-# Cache, slots, lengths and layout id of a scope.
-_Scope: TypeAlias = tuple[Any, Any, Any, str]
-
-
-def _check_lists(
-    name: str, q: Tensor, first: _Scope, second: _Scope, sink: Tensor | None, plan: Tensor | None
-) -> dict[str, int]:
-    """Check the queries, both scopes and what goes with them; return sizes by letter."""
-    cache, indices, lengths, layout = first
-    more, extra_indices, extra_lengths, extra_layout = second
-    dims = check(
-        name,
-        q=(q, "T H D", FLOATS),
-        indices=(_flat(indices), "T K", INT32),
-        lengths=(lengths, "T", INT32),
-        sink=(sink, "H", FLOAT32_UP),
-        extra_indices=(_flat(extra_indices), "T _", INT32),
-        extra_lengths=(extra_lengths, "T", INT32),
-        plan=(plan, "_", INT32),
-    )
-    caches = {"k_cache": (cache, layout), "extra_cache": (more, extra_layout)}
-    for argument, (given, layout_id) in caches.items():
-        if given is not None or argument == "k_cache":
-            check_cache(name, argument, given, layout_id, channels=dims["D"], device=q.device)
-    both = (more is None) == (extra_indices is None)
-    require(both, name, "extra_cache and extra_indices", "given together", "one of them")
-    if more is None:
-        require(
-            extra_lengths is None, name, "extra_lengths", "None without extra_cache", "a tensor"
-        )
-    return dims
+def _check_rows(name: str, q: Tensor, rows: Sequence[CacheRows], dims: dict[str, int]) -> None:
+    """Check the caches and lists that queries attend to."""
+    members = rows if isinstance(rows, list | tuple) else [rows]
+    if members is not rows or not all(isinstance(one, CacheRows) for one in members):
+        got = ", ".join(type(one).__name__ for one in members)
+        raise TypeError(f"{name}: rows must be a list of CacheRows, got {got}")
+    require(len(rows) in (1, 2), name, "rows", "one CacheRows or two", len(rows))
+    for place, (cache, layout, indices, lengths) in enumerate(rows):
+        prefix = f"rows[{place}]"
+        if not isinstance(indices, Tensor):
+            got = type(indices).__name__
+            raise TypeError(f"{name}: {prefix}.indices must be a tensor [T, K], got {got}")
+        given: dict[str, tuple[object, str, torch.dtype]] = {
+            f"{prefix}.indices": (flat(indices), "T _", INT32),
+            f"{prefix}.lengths": (lengths, "T", INT32),
+        }
+        check(name, dims=dims, q=(q, "T H D", FLOATS), **given)
+        check_cache(name, f"{prefix}.cache", cache, layout, channels=dims["D"], device=q.device)
 
 
 def sparse_attention_plan(
@@ -413,23 +288,23 @@ def sparse_attention_plan(
     width: int,
     extra_width: int | None = None,
 ) -> Tensor | None:
-    """Cut the work of calls of ``sparse_attention`` whose lists are as long.
+    """Plan which CTA computes which splits of ``sparse_attention``, from the lengths of its lists.
 
-    Layers of a step, or a step's calls of one layer's kind, list as many rows of each token, so
-    that one plan serves them all. It says which CTA computes which splits; results
-    differ by rounding alone, and stay right for lists that are shorter or longer than those it was
-    made of. A plan is made on the device, without waiting for it, and may be captured in a graph.
+    Layers of one kind list the same number of rows for each token of a step, so that one plan
+    serves them all. With a plan results differ by rounding alone, and they stay right if lists are
+    shorter or longer than the plan's lengths. The plan is made on the device, without waiting for
+    it, and may be captured in a graph.
 
     Args:
-        lengths: [T] int32, of the first lists; None if they are full.
-        extra_lengths: [T] int32, of the second lists.
-        heads: query heads.
-        width: columns of the first lists.
-        extra_width: columns of the second lists, or None without.
+        lengths: number of rows in each token's first list, [T] int32; None if lists are full.
+        extra_lengths: number of rows in each token's second list, [T] int32; None likewise.
+        heads: number of query heads.
+        width: number of columns of the first lists.
+        extra_width: number of columns of the second lists; None without second lists.
 
     Returns:
-        For ``plan`` of ``sparse_attention``: int32 on the lengths' device. None where a plan gains
-        nothing (other devices, full lists, few tokens), and under torch.compile.
+        Argument ``plan`` of ``sparse_attention``, [n] int32 on the lengths' device; None where a
+        plan gains nothing (other devices, full lists, few tokens), and under torch.compile.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device of lengths.
@@ -459,11 +334,6 @@ def _check_values(
     check(name, dims=dims | {"V": value_dim}, out=(out, "T H V", dtype))
 
 
-def _flat(x: Tensor | None) -> Tensor | None:
-    """Drop the singleton middle dim that FlashMLA's callers carry."""
-    return x.squeeze(1) if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == 1 else x
-
-
 _FAMILY = "anymla.ops.attention"
 _TRITON, _GLUON = f"{_FAMILY}.triton_decode_launch", f"{_FAMILY}.gluon_sm90_decode_launch"
 _GLUON_PREFILL = f"{_FAMILY}.gluon_sm90_prefill_launch"
@@ -482,14 +352,8 @@ sparse_attention.register_lazy(
     automatic=has_numba(),
     by_kind=True,
 )
-sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_attention_support)
+sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_rows_support)
 sparse_attention_rows.register_lazy("gluon_sm90", _GLUON_PREFILL, supports=gluon_rows_support)
-for _backend in ("reference", "torch"):
-    sparse_attention_fp8_quant.register(
-        _backend, composed(sparse_attention_fp8_quant, sparse_attention, _backend)
-    )
-sparse_attention_fp8_quant.register_lazy("triton", _TRITON, supports=triton_attention_support)
-sparse_attention_fp8_quant.register_lazy("gluon_sm90", _GLUON, supports=gluon_fp8_quant_support)
 
 prefill_attention.register_lazy("reference", f"{_FAMILY}.reference")
 prefill_attention.register("torch", by_lists(sparse_attention_rows, "torch"))
@@ -497,12 +361,3 @@ prefill_attention.register(
     "triton", by_lists(sparse_attention_rows, "triton"), supports=triton_lists_support
 )
 prefill_attention.register_lazy("gluon_sm90", _GLUON_PREFILL, supports=gluon_prefill_support)
-for _backend in ("reference", "torch", "triton"):
-    prefill_attention_fp8_quant.register(
-        _backend,
-        composed(prefill_attention_fp8_quant, prefill_attention, _backend),
-        supports=triton_lists_support if _backend == "triton" else None,
-    )
-prefill_attention_fp8_quant.register_lazy(
-    "gluon_sm90", _GLUON_PREFILL, supports=gluon_prefill_fp8_quant_support
-)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.formats.page_layout import get_layout
 from anymla.formats.pages import pages_of
 from anymla.ops._numba_rows import (
     CACHE,
@@ -33,12 +33,10 @@ _NOTHING = (0, 0, 1, 0), (0, 1, 0, 0), (0, 0, 0)
 
 
 def sparse_attention(
-    q, k_cache, indices, lengths=None, *, sink=None, scale=None,
-    extra_cache=None, extra_indices=None, extra_lengths=None,
-    layout=MAIN_FP8, extra_layout=MAIN_FP8, value_dim=None, empty_lse=None,
-    batch_invariant=False, plan=None, out=None,
+    q, rows, *, sink=None, scale=None, value_dim=None, empty_lse=None,
+    batch_invariant=False, plan=None, epilogue=None, out=None,
 ):  # fmt: skip
-    """See ``interface.sparse_attention``."""
+    """See ``interface.sparse_attention``; ``numba_attention_support`` refuses an epilogue."""
     tokens, heads, dim = q.shape
     values = dim if value_dim is None else value_dim
     given = out
@@ -46,10 +44,8 @@ def sparse_attention(
         out = torch.empty((tokens, heads, values), dtype=q.dtype)
     lse = torch.empty((tokens, heads), dtype=torch.float32)
     # Whatever is made contiguous lives until the kernel has run.
-    first, held = _listed(k_cache, layout, indices, lengths)
-    second, more = _NOTHING, ()
-    if extra_cache is not None:
-        second, more = _listed(extra_cache, extra_layout, extra_indices, extra_lengths)
+    lists = [_listed(*each) for each in rows]
+    first, second = lists[0][0], lists[1][0] if len(lists) > 1 else _NOTHING
     q = q.contiguous()
     if sink is not None:
         sink = sink.contiguous()
@@ -58,12 +54,12 @@ def sparse_attention(
         (tokens, heads, dim, values), dim**-0.5 if scale is None else float(scale),
         -math.inf if empty_lse is None else float(empty_lse), first, second,
     )  # fmt: skip
-    del held, more
+    del lists
     return out if given is None or given is out else given.copy_(out), lse
 
 
 def _listed(cache, layout, indices, lengths):
-    """Pages, layout and lists of one cache as the kernel takes them, and what has to live on."""
+    """Return addresses and sizes of one cache's rows, and the tensors that they point into."""
     pages, rows = pages_of(cache), get_layout(layout)
     slots = indices.contiguous()
     counts = None if lengths is None else lengths.contiguous()

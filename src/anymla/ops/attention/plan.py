@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from anymla.ops.attention.interface import sparse_attention_fp8_quant
+from anymla.ops.attention.cache_rows import CacheRows
+from anymla.ops.attention.interface import sparse_attention
 from anymla.ops.attention.prefill_config import CHANNELS, HEADS, runs_on
 from anymla.ops.device import target_of
 
@@ -95,11 +97,6 @@ def step_reads_workspaces(
     return decoding_pays_in_steps(requests, queries, heads, entries, sm_count)
 
 
-def quantises_in_one_kernel(given: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return True if ``sparse_attention_fp8_quant`` is one kernel for these arguments.
-
-    Args:
-        given: positional arguments of the operation.
-        named: keyword arguments of the operation.
-    """
-    return sparse_attention_fp8_quant.resolve(*given, **named).name == "gluon_sm90"
+def quantises_in_one_kernel(q: Tensor, rows: Sequence[CacheRows], **named: Any) -> bool:
+    """Return True if ``sparse_attention`` with an epilogue is one kernel for these arguments."""
+    return sparse_attention.resolve(q, rows, **named).name == "gluon_sm90"

@@ -1,4 +1,4 @@
-"""Choices of the Hopper kernel of prefill attention, and the calls that it takes."""
+"""Choices for the Hopper kernel of prefill attention, and checks of the calls that it supports."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.ops._epilogue import InverseRopeQuant
 from anymla.ops.device import Support, Target, target_of, triton_support
 
 CHANNELS = 512
-HEADS = 64  # of a work tile: the M of a wgmma
+HEADS = 64  # heads in a work tile: the M of a wgmma
 ROPE_DIM = 64  # channels that the quantising epilogue rotates
-# Scales whose product with a masked score, -1e30, is far below all others, and finite in float32.
+# Softmax scales whose product with a masked score, -1e30, is finite in float32 and far below every
+# other score.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 2.0**30
 _OPERANDS = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """How a call is run.
+    """Launch parameters of the prefill kernel.
 
     Attributes:
-        ctas: of the grid; they take work tiles of a query and ``HEADS`` heads in turn.
-        tma_store: heads are stored by TMA from a K buffer, not by threads.
-        lazy_rescale: accumulators are rescaled only when a maximum has grown by more than 2^8. Not
-            in bfloat16, where the rounding of a largest weight that is not 1 costs 4 % of accuracy.
-        consumer0_registers: of a thread that computes scores and half the output.
-        consumer1_registers: of a thread that computes the other half. The producer gets what is
-            left of 168 * 3, 88; other splits spill (docs/performance/prefill.md).
+        ctas: CTAs in the grid, which take work tiles of one query and ``HEADS`` heads in turn.
+        tma_store: True if TMA stores the heads from a K buffer, False if threads do.
+        lazy_rescale: True to rescale accumulators only when a maximum has grown by more than 2^8.
+            False for bfloat16, where rounding a largest weight other than 1 costs 4 % of accuracy.
+        consumer0_registers: registers per thread of the consumer of scores and half the output.
+        consumer1_registers: registers per thread of the consumer of the other half. The producer
+            gets the rest of 168 * 3, which is 88; other divisions spill
+            (docs/performance/prefill.md).
     """
 
     ctas: int
@@ -49,7 +52,7 @@ def choose_config(
     out_dtype: torch.dtype | None = None,
     quantized: bool = False,
 ) -> PrefillConfig:
-    """The configuration of a call whose rows are of ``dtype``."""
+    """Choose the launch parameters of a call whose queries and rows are of ``dtype``."""
     return PrefillConfig(
         ctas=min(tokens * -(-heads // HEADS), target.sm_count),
         tma_store=stores_by_tma(heads, dtype, out_dtype, quantized),
@@ -60,13 +63,13 @@ def choose_config(
 def stores_by_tma(
     heads: int, dtype: torch.dtype, out_dtype: torch.dtype | None, quantized: bool
 ) -> bool:
-    """Whether results, of ``dtype`` like the rows unless another is named, leave by TMA."""
+    """True if TMA can store the results: whole head tiles of the rows' ``dtype``, unquantised."""
     return not quantized and heads % HEADS == 0 and out_dtype in (None, dtype)
 
 
 @cache
 def runs_on(device: torch.device) -> Support:
-    """Whether the kernel runs on a device at all."""
+    """Return whether the kernel runs on this device, with the reason if it does not."""
     support = triton_support(torch.empty(0, device=device))
     if not support:
         return support
@@ -76,9 +79,14 @@ def runs_on(device: torch.device) -> Support:
 
 
 def gluon_prefill_support(
-    q: Tensor, rows: Tensor, *args: Any, scale: float | None = None, **keywords: Any
+    q: Tensor,
+    rows: Tensor,
+    *args: Any,
+    scale: float | None = None,
+    epilogue: InverseRopeQuant | None = None,
+    **keywords: Any,
 ) -> Support:
-    """``supports`` of backend ``gluon_sm90``."""
+    """Return support of a ``prefill_attention`` call by backend ``gluon_sm90``."""
     support = runs_on(q.device)
     if not support:
         return support
@@ -90,19 +98,8 @@ def gluon_prefill_support(
         return Support(False, f"scale must be positive and of ordinary size, got {scale}")
     if len(rows) == 0:
         return Support(False, "at least one row")
+    if epilogue is not None:
+        table = epilogue.cos_sin_cache
+        if table.shape[1] != ROPE_DIM or table.dtype != torch.float32:
+            return Support(False, f"{ROPE_DIM} float32 angles a position")
     return support
-
-
-def gluon_prefill_fp8_quant_support(
-    q: Tensor,
-    rows: Tensor,
-    ranges: Tensor,
-    lists: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    **keywords: Any,
-) -> Support:
-    """``supports`` of backend ``gluon_sm90`` of ``prefill_attention_fp8_quant``."""
-    if cos_sin_cache.shape[1] != ROPE_DIM or cos_sin_cache.dtype != torch.float32:
-        return Support(False, f"{ROPE_DIM} float32 angles a position")
-    return gluon_prefill_support(q, rows, ranges, lists, scale=keywords.get("scale"))

@@ -7,15 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class PrefillShape:
-    """One call.
+    """Shape of one call of prefill attention.
 
     Attributes:
-        tokens: queries.
-        heads: of a query.
-        context: tokens of the sequence, the queries being its last.
-        ratio: tokens of an entry; 0 for layers without entries.
-        topk: entries that the indexer selects, or 0 for all.
-        window: tokens of the window.
+        tokens: number of query tokens.
+        heads: heads per query.
+        context: tokens in the sequence, whose last ones are the queries.
+        ratio: tokens compressed into one entry; 0 for layers without entries.
+        topk: entries that the indexer selects, or 0 to attend to all.
+        window: tokens in the window.
     """
 
     tokens: int
@@ -27,7 +27,7 @@ class PrefillShape:
 
     @property
     def entries(self) -> int:
-        """Entries of the sequence."""
+        """Compressed entries in the whole sequence."""
         return self.context // self.ratio if self.ratio else 0
 
     def __str__(self) -> str:
@@ -40,6 +40,6 @@ FLASH_SELECTED = PrefillShape(4096, 64, 32_768, 4, 512)
 FLASH_ALL = PrefillShape(4096, 64, 32_768, 128)
 PRO_SELECTED = PrefillShape(4096, 128, 32_768, 4, 1024)
 PRO_ALL = PrefillShape(4096, 128, 32_768, 128)
-# Heads of one of several GPUs, which do not fill a tile.
+# One GPU's share of the heads under tensor parallelism, which does not fill a tile.
 SPLIT_SELECTED = PrefillShape(4096, 16, 32_768, 4, 512)
 SPLIT_ALL = PrefillShape(4096, 16, 32_768, 128)

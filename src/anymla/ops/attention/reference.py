@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.formats.pages import pages_of
-from anymla.ops._reference import attend
+from anymla.formats.page_layout import get_layout
+from anymla.ops._epilogue import InverseRopeQuant
+from anymla.ops._reference import attend, inverse_rope_fp8_quant
+from anymla.ops.attention.cache_rows import CacheRows
 
 
 def sparse_attention(
     q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None = None,
+    rows: Sequence[CacheRows],
     *,
     sink: Tensor | None = None,
     scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     value_dim: int | None = None,
     empty_lse: float | None = None,
     batch_invariant: bool = False,
     plan: Tensor | None = None,
+    epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     wide = torch.promote_types(q.dtype, torch.float32)
 
     def rows_of(token: int) -> Tensor:
-        slots = _listed(indices, lengths, token, pages_of(k_cache).shape[:2].numel())
-        rows = get_layout(layout).read(pages_of(k_cache), slots, wide)
-        if extra_cache is None or extra_indices is None:
-            return rows
-        size = pages_of(extra_cache).shape[:2].numel()
-        extra = _listed(extra_indices, extra_lengths, token, size)
-        return torch.cat((rows, get_layout(extra_layout).read(pages_of(extra_cache), extra, wide)))
+        return torch.cat([_rows_of(each.dense(), token, wide) for each in rows])
 
     values = q.shape[2] if value_dim is None else value_dim
     tokens = [attend(q[t], rows_of(t), sink, scale, values) for t in range(len(q))]
-    return _stack(tokens, q, values, empty_lse, out, None)
+    heads, lse = _stack(tokens, q, values, empty_lse, out, None)
+    return (heads, lse) if epilogue is None else inverse_rope_fp8_quant(heads, **epilogue._asdict())
 
 
 def sparse_attention_rows(
@@ -79,6 +71,7 @@ def prefill_attention(
     entries: int = 0,
     sink: Tensor | None = None,
     scale: float | None = None,
+    epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
@@ -96,11 +89,19 @@ def prefill_attention(
         inside = seen[(seen >= 0) & (seen < len(rows))]
         result, lse[token], _ = attend(q[token], rows[inside], sink, scale, q.shape[2])
         output[token] = result.to(q.dtype)
+    if epilogue is not None:
+        return inverse_rope_fp8_quant(output, **epilogue._asdict())
     return output, lse
 
 
+def _rows_of(listed: CacheRows, token: int, wide: torch.dtype) -> Tensor:
+    """Decode the rows of one cache that a token lists, [n, D]."""
+    slots = _listed(listed.indices, listed.lengths, token, listed.limit)
+    return get_layout(listed.layout).read(listed.cache, slots, wide)
+
+
 def _listed(indices: Tensor, lengths: Tensor | None, token: int, size: int) -> Tensor:
-    """The valid slots of one token, in order, with repetitions."""
+    """Return the valid slots of one token, in order, with repetitions."""
     row = indices[token].flatten()
     if lengths is not None:
         row = row[: max(int(lengths[token]), 0)]

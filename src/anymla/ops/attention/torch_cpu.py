@@ -17,7 +17,7 @@ import functools
 import torch
 from torch import Tensor
 
-from anymla.ops.attention.torch_rows import Rows, read_side_by_side
+from anymla.ops.attention.torch_rows import ListedRows, RowSource, read_side_by_side
 
 _TILE_TOKENS = 64
 _SMALLEST_TILE = 8
@@ -36,23 +36,23 @@ _MANY_QUERIES = 16  # measured on an AVX512-BF16 core
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope:
-    """One cache and the rows that each token lists in it.
+class ValidRows:
+    """Rows, and the slots that each token lists, all of which exist.
 
     Attributes:
-        rows: where the rows are.
+        rows: rows that the slots number.
         slots: integers [T, width]; an unused column holds some slot that a token does list.
-        valid: bool [T, width], which columns are used, or None for all.
-        widths: int64 [T], one past the last used column of each token; None if valid is.
+        valid: mask [T, width] bool of the used columns; None for all.
+        widths: one past the last used column of each token, [T] int64; None if valid is.
     """
 
-    rows: Rows
+    rows: RowSource
     slots: Tensor
     valid: Tensor | None = None
     widths: Tensor | None = None
 
     def listed(self, start: int, end: int) -> int:
-        """Columns that tokens start..end use, gaps included."""
+        """Return the number of columns that tokens start..end use, gaps included."""
         if self.widths is None:
             return (end - start) * self.slots.shape[1]
         return int(self.widths[start:end].sum())
@@ -60,13 +60,13 @@ class Scope:
 
 def attend_cpu(
     q: Tensor,
-    listed: list[tuple[Rows, Tensor, Tensor | None]],
+    listed: list[ListedRows],
     sink: Tensor | None,
     scale: float,
     out: Tensor,
     peaks: Tensor | None,
 ) -> Tensor:
-    """Attend; see ``interface.sparse_attention``. ``out`` is contiguous. Returns lse.
+    """Attend as ``interface.sparse_attention`` does, into a contiguous ``out``, and return lse.
 
     ``peaks`` [T, H], unless None, takes the largest scores.
     """
@@ -75,7 +75,7 @@ def attend_cpu(
         single = attend_single(q, listed, sink, scale, out, peaks)
         if single is not None:
             return single
-    scopes = [scope for each in listed if (scope := _scope(*each)) is not None]
+    scopes = [scope for each in listed if (scope := _valid_rows(*each)) is not None]
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:2], dtype=wide)
     if not scopes or not q.numel():
@@ -94,7 +94,7 @@ def attend_cpu(
 @dataclasses.dataclass(frozen=True)
 class _Work:
     q: Tensor
-    scopes: list[Scope]
+    scopes: list[ValidRows]
     sink: Tensor | None
     scale: float
     out: Tensor
@@ -131,7 +131,8 @@ class _Work:
     def dense(self, start: int, end: int, distinct: list[tuple[Tensor, Tensor]]) -> bool:
         """Attend all tokens to the union of their rows, or return False.
 
-        ``distinct`` has the slots [U] of each scope, and which of them each column is [tokens, n].
+        ``distinct`` holds the slots [U] of each source, and the place in them of each column,
+        [tokens, n].
 
         A row that is not finite would reach tokens that do not list it, as 0 * NaN; and the count
         of a row that is listed twice would be part of the largest score.
@@ -223,7 +224,7 @@ class _Work:
             self.peaks[tokens] = peaks
 
     def _read(self, slots: list[Tensor], tokens_per_group: int) -> Tensor:
-        """Rows [groups, n, D] at slots [groups, n] of each scope, side by side."""
+        """Read rows [groups, n, D] at slots [groups, n] of each source, side by side."""
         count = sum(each.shape[1] for each in slots)
         shape = (len(slots[0]), count, self.q.shape[2])
         sources = [(scope.rows, at) for scope, at in zip(self.scopes, slots, strict=True)]
@@ -237,8 +238,8 @@ class _Work:
         return rows
 
 
-def _scope(rows: Rows, index: Tensor, lengths: Tensor | None) -> Scope | None:
-    """Validate what the tokens list in one cache; None if nobody lists anything."""
+def _valid_rows(rows: RowSource, index: Tensor, lengths: Tensor | None) -> ValidRows | None:
+    """Validate the slots that tokens list of one source; None if no token lists any."""
     tokens, columns = index.shape
     size = rows.size
     if not index.numel() or not size:
@@ -255,7 +256,7 @@ def _scope(rows: Rows, index: Tensor, lengths: Tensor | None) -> Scope | None:
         index = index[:, :columns]
     low, high = torch.aminmax(index)
     if shortest == columns and int(low) >= 0 and int(high) < size:
-        return Scope(rows, index)
+        return ValidRows(rows, index)
     column = torch.arange(columns)
     valid = (index >= 0) & (index < size)
     if lengths is not None:
@@ -267,13 +268,13 @@ def _scope(rows: Rows, index: Tensor, lengths: Tensor | None) -> Scope | None:
     valid, index = valid[:, :columns], index[:, :columns]
     # The first, and not the largest, which would depend on where the rows lie.
     some_listed_slot = index[valid][0]
-    return Scope(rows, torch.where(valid, index, some_listed_slot), valid, widths)
+    return ValidRows(rows, torch.where(valid, index, some_listed_slot), valid, widths)
 
 
 def _union(
-    scope: Scope, start: int, end: int, slots: Tensor, place: Tensor
+    scope: ValidRows, start: int, end: int, slots: Tensor, place: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Distinct slots [U] of a tile and how often each token lists each of them, [tokens, U].
+    """Return a tile's distinct slots [U] and each token's count of each of them, [tokens, U].
 
     They come in the order in which the tile lists them first, so that sums do not depend on where
     the rows lie.
@@ -289,13 +290,13 @@ def _union(
 
 @functools.cache
 def _bfloat16_products_are_fast() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones."""
+    """Return True if this CPU multiplies bfloat16 matrices faster than float32 ones."""
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(hasattr(torch.cpu, probe) and getattr(torch.cpu, probe)() for probe in probes)
 
 
-def _compute_dtype(q: Tensor, scopes: list[Scope]) -> torch.dtype:
-    """Dtype of the matrix products' operands."""
+def _compute_dtype(q: Tensor, scopes: list[ValidRows]) -> torch.dtype:
+    """Choose the dtype of the matrix products' operands."""
     if q.dtype == torch.bfloat16 and _bfloat16_products_are_fast():
         narrow = all(scope.rows.dtype == torch.bfloat16 for scope in scopes)
         return torch.bfloat16 if narrow else torch.float32
@@ -304,7 +305,7 @@ def _compute_dtype(q: Tensor, scopes: list[Scope]) -> torch.dtype:
 
 def attend_single(
     q: Tensor,
-    listed: list[tuple[Rows, Tensor, Tensor | None]],
+    listed: list[ListedRows],
     sink: Tensor | None,
     scale: float,
     out: Tensor,
@@ -313,10 +314,10 @@ def attend_single(
     """Attend one token to rows that all exist.
 
     Args:
-        q: [1, H, D].
+        q: queries of the token, [1, H, D].
         listed: rows, slots [1, K] and lengths [1] of each cache.
-        sink: [H], or None.
-        scale: of the scores.
+        sink: one logit per head without a value, [H], or None.
+        scale: factor of the scores.
         out: [1, H, value dim], any float dtype; written.
         peaks: [1, H] to write the largest scores into, or None.
 
@@ -376,8 +377,8 @@ def attend_rows(
         bias: added to the scores, [T, n] float32 or wider: log of how often the token lists the
             row, -inf where it does not. None for zeros.
         empty: [T] bool, tokens without rows (their bias is -inf throughout), or None.
-        sink: [H], or None.
-        scale: of the scores.
+        sink: one logit per head without a value, [H], or None.
+        scale: factor of the scores.
         out: [T, H, value dim] contiguous, any float dtype; written.
         peaks: [T, H] to write the largest scores into, or None; a bias is part of them.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.formats.pages import pages_of
 from anymla.ops import _host
+from anymla.ops._epilogue import InverseRopeQuant
+from anymla.ops._torch_norm_rope import inverse_rope_fp8_quant
+from anymla.ops.attention.cache_rows import CacheRows, flat
 from anymla.ops.attention.torch_cpu import attend_cpu, attend_rows
-from anymla.ops.attention.torch_rows import PageRows, Rows, TensorRows
+from anymla.ops.attention.torch_rows import ListedRows, TensorRows
 
 # Rows decoded at a time: bounds the workspace to some hundred MB, whatever T and K.
 _DEVICE_ROWS = 1 << 17
@@ -17,32 +20,22 @@ _DEVICE_ROWS = 1 << 17
 
 def sparse_attention(
     q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None = None,
+    rows: Sequence[CacheRows],
     *,
     sink: Tensor | None = None,
     scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     value_dim: int | None = None,
     empty_lse: float | None = None,
     batch_invariant: bool = False,
     plan: Tensor | None = None,
+    epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
-    listed: list[tuple[Rows, Tensor, Tensor | None]] = [
-        (PageRows(pages_of(k_cache), get_layout(layout)), indices, lengths)
-    ]
-    if extra_cache is not None and extra_indices is not None:
-        extra = PageRows(pages_of(extra_cache), get_layout(extra_layout))
-        listed.append((extra, extra_indices, extra_lengths))
+    listed = [ListedRows.in_cache(each) for each in rows]
     values = q.shape[2] if value_dim is None else value_dim
-    return _attend(q, listed, sink, scale, values, empty_lse, batch_invariant, out, None)
+    heads, lse = _attend(q, listed, sink, scale, values, empty_lse, batch_invariant, out, None)
+    return (heads, lse) if epilogue is None else inverse_rope_fp8_quant(heads, **epilogue._asdict())
 
 
 def sparse_attention_rows(
@@ -61,13 +54,13 @@ def sparse_attention_rows(
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     rows = TensorRows(kv.squeeze(1) if kv.ndim == 3 else kv)
-    listed: list[tuple[Rows, Tensor, Tensor | None]] = [(rows, indices, lengths)]
-    return _attend(q, listed, sink, scale, value_dim, empty_lse, batch_invariant, out, max_logits)
+    listed = ListedRows(rows, flat(indices), lengths)
+    return _attend(q, [listed], sink, scale, value_dim, empty_lse, batch_invariant, out, max_logits)
 
 
 def _attend(
     q: Tensor,
-    listed: list[tuple[Rows, Tensor, Tensor | None]],
+    listed: list[ListedRows],
     sink: Tensor | None,
     scale: float | None,
     value_dim: int,
@@ -81,7 +74,6 @@ def _attend(
     given = out
     if out is None or not out.is_contiguous():
         out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
-    flat = [(rows, index.flatten(1), lengths) for rows, index, lengths in listed]
     run = attend_cpu if _host.on_host(q) else _attend_device
     if batch_invariant and tokens > 1:
         # Products of another shape or at another alignment may add in another order.
@@ -89,16 +81,13 @@ def _attend(
         lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
         for token in range(tokens):
             one = slice(token, token + 1)
-            alone = [
-                (rows, index[one], None if lengths is None else lengths[one])
-                for rows, index, lengths in flat
-            ]
+            alone = [each.part(one) for each in listed]
             result = torch.empty_like(out[one])
             its_peaks = None if peaks is None else peaks[one]
             lse[one] = run(q[one].clone(), alone, sink, scale, result, its_peaks)
             out[one] = result
     else:
-        lse = run(q, flat, sink, scale, out, peaks)
+        lse = run(q, listed, sink, scale, out, peaks)
     if empty_lse is not None:
         lse.masked_fill_(lse == -torch.inf, empty_lse)
     return out if given is None or given is out else given.copy_(out), lse
@@ -106,7 +95,7 @@ def _attend(
 
 def _attend_device(
     q: Tensor,
-    listed: list[tuple[Rows, Tensor, Tensor | None]],
+    listed: list[ListedRows],
     sink: Tensor | None,
     scale: float,
     out: Tensor,
@@ -115,7 +104,7 @@ def _attend_device(
     """Read the rows of some tokens at a time, zeros for invalid slots, and attend; never wait."""
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
-    columns = sum(index.shape[1] for _, index, _ in listed)
+    columns = sum(each.indices.shape[1] for each in listed)
     if columns == 0 or not len(q):
         out.zero_()
         if peaks is not None:
@@ -125,9 +114,9 @@ def _attend_device(
     for start in range(0, len(q), step):
         tokens = slice(start, start + step)
         rows, valid = [], []
-        for source, index, lengths in listed:
-            here = _valid(index[tokens], None if lengths is None else lengths[tokens], source.size)
-            rows.append(source.read_or_zero(index[tokens], here, wide))
+        for source, index, lengths in (each.part(tokens) for each in listed):
+            here = _valid(index, lengths, source.size)
+            rows.append(source.read_or_zero(index, here, wide))
             valid.append(here)
         mask = torch.cat(valid, 1)
         lse[tokens] = attend_rows(
@@ -144,7 +133,7 @@ def _attend_device(
 
 
 def _valid(index: Tensor, lengths: Tensor | None, size: int) -> Tensor:
-    """Which columns [T, K] list a row that exists."""
+    """Return the mask [T, K] of columns that list a row which exists."""
     valid = (index >= 0) & (index < size)
     if lengths is not None:
         valid &= torch.arange(index.shape[1], device=index.device) < lengths.unsqueeze(1)

@@ -7,7 +7,7 @@ keeps decoding well below the cost of the matrix products.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,17 +18,19 @@ from anymla.formats.e4m3_bits import (
     scales_are_exact,
     shifted_scale,
 )
-from anymla.formats.pages import PageLayout
+from anymla.formats.page_layout import get_layout
+from anymla.formats.pages import PageLayout, pages_of
 from anymla.formats.records import InlineFp8Layout, PlainRowsLayout, SplitFp8Layout
 from anymla.formats.torch_rows import decode_rows
 from anymla.ops._torch_pages import read_entries
+from anymla.ops.attention.cache_rows import CacheRows, flat
 
 _WORD = torch.int64
 _WORD_BYTES = 8
 
 
-class Rows(Protocol):
-    """Numbered rows.
+class RowSource(Protocol):
+    """Numbered rows in memory, coded or plain.
 
     Attributes:
         size: number of rows; listed slots outside [0, size) do not exist.
@@ -52,7 +54,7 @@ class Rows(Protocol):
         """
 
     def read_or_zero(self, slots: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows at ``slots`` [T, K] as [T, K, D], zeros where ``valid`` is false; never waits."""
+        """Return rows at ``slots`` as [T, K, D], zeros where ``valid`` is false; never waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +65,21 @@ class TensorRows:
 
     @property
     def size(self) -> int:
-        """See ``Rows``."""
+        """See ``RowSource``."""
         return self.tensor.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """See ``Rows``."""
+        """See ``RowSource``."""
         return torch.float32 if self.tensor.dtype == torch.float16 else self.tensor.dtype
 
     def read(self, slots: Tensor, out: Tensor) -> bool:
-        """See ``Rows``."""
+        """See ``RowSource``."""
         out.copy_(self.tensor.index_select(0, slots.flatten()).view(out.shape))
         return True
 
     def read_or_zero(self, slots: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
-        """See ``Rows``."""
+        """See ``RowSource``."""
         if not self.size:
             return self.tensor.new_zeros(*slots.shape, self.tensor.shape[1], dtype=dtype)
         at = torch.where(valid, slots, 0).flatten()
@@ -94,22 +96,22 @@ class PageRows:
 
     @property
     def size(self) -> int:
-        """See ``Rows``."""
+        """See ``RowSource``."""
         return self.cache.shape[0] * self.cache.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """See ``Rows``."""
+        """See ``RowSource``."""
         if isinstance(self.layout, InlineFp8Layout):
             return torch.float32  # scales that are no powers of two are legal
         return self.layout.dtype if self.layout.dtype.is_floating_point else torch.bfloat16
 
     def read(self, slots: Tensor, out: Tensor) -> bool:
-        """See ``Rows``."""
+        """See ``RowSource``."""
         return read_side_by_side([(self, slots)], out)
 
     def read_or_zero(self, slots: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
-        """See ``Rows``."""
+        """See ``RowSource``."""
         at = torch.where(valid, slots, -1).flatten()
         return self.layout.read(self.cache, at, dtype).view(*slots.shape, self.layout.channels)
 
@@ -158,11 +160,36 @@ class PageRows:
         torch.index_select(factors, 0, at, out=scales)
 
 
-def read_side_by_side(sources: list[tuple[Rows, Tensor]], out: Tensor) -> bool:
+class ListedRows(NamedTuple):
+    """Rows, and which of them each token attends to.
+
+    Attributes:
+        source: rows that the slots number.
+        indices: slots listed for each token, [T, K] integers.
+        lengths: number of leading columns in use, [T] int32; None for all K.
+    """
+
+    source: RowSource
+    indices: Tensor
+    lengths: Tensor | None
+
+    @classmethod
+    def in_cache(cls, rows: CacheRows) -> ListedRows:
+        """Return rows of a cache as a source with 2-D slots."""
+        source = PageRows(pages_of(rows.cache), get_layout(rows.layout))
+        return cls(source, flat(rows.indices), rows.lengths)
+
+    def part(self, tokens: slice) -> ListedRows:
+        """Return the lists of a slice of the tokens."""
+        lengths = None if self.lengths is None else self.lengths[tokens]
+        return self._replace(indices=self.indices[tokens], lengths=lengths)
+
+
+def read_side_by_side(sources: list[tuple[RowSource, Tensor]], out: Tensor) -> bool:
     """Read slots [groups, n_s] of each source s into ``out`` [groups, sum of n_s, D].
 
     Returns:
-        Whether every row is exact in out's dtype; see ``Rows.read``.
+        True if every row is exact in out's dtype; see ``RowSource.read``.
     """
     if not out.numel():
         return True
@@ -196,8 +223,8 @@ def read_side_by_side(sources: list[tuple[Rows, Tensor]], out: Tensor) -> bool:
     return True
 
 
-def _common_fp8_layout(sources: list[tuple[Rows, Tensor]]) -> SplitFp8Layout | None:
-    """The FP8 layout that all sources share, if its entries are whole words."""
+def _common_fp8_layout(sources: list[tuple[RowSource, Tensor]]) -> SplitFp8Layout | None:
+    """Return the FP8 layout that all sources share, if its entries are whole words."""
     first = sources[0][0]
     layout = first.layout if isinstance(first, PageRows) else None
     if not isinstance(layout, SplitFp8Layout) or layout.scale_bytes != _WORD_BYTES:

@@ -1,12 +1,13 @@
 """Decode attention in Triton, on any GPU: one token over a range of its listed rows.
 
-Grid: one axis of tokens x blocks of heads x splits, the splits of a token side by side.
+The grid is one axis of tokens x blocks of heads x splits, where the splits of a token are adjacent.
 
-A CTA walks over its split of the token's lists, blocks of ``BN`` columns, first those of one
-cache, then those of the other, with a running maximum, sums of probabilities and five accumulators
-(128 + 128 + 128 + 64 + 64 channels for V4's rows), or four where the last tile is no value (V3.2's
-rows). Scores are sums of one product a tile. The slots of the next block are read while this one is
-computed. With ``SPLIT`` the CTAs of a token store partials for ``triton_decode_combine``.
+A CTA walks over its split of the token's lists in blocks of ``BN`` columns, first those of one
+cache, then those of the other. It keeps a running maximum, sums of probabilities and five
+accumulators (128 + 128 + 128 + 64 + 64 channels for V4's rows), or four where the last tile is not
+part of the value (V3.2's rows). Scores are summed over one product per tile. The slots of the next
+block are read while this block is computed. With ``SPLIT`` the CTAs of a token store partials for
+``triton_decode_combine``.
 
 Products are heads x rows, or, with ``KEYS_FIRST`` (swap_ab), rows x heads, which pads no heads
 where a matrix instruction wants 64 rows. Scores are [heads, rows] or [rows, heads], accumulators
@@ -14,15 +15,15 @@ where a matrix instruction wants 64 rows. Scores are [heads, rows] or [rows, hea
 
 Rows are read as tiles of 128 and 64 channels. A V4 row is three tiles of two blocks of codes, one
 block of codes, and the bfloat16 tail: 448 + 64 channels = 128 + 128 + 128 + 64 + 64. V4.1's rows
-have as many tiles, and no tail. A V3.2 row is four tiles of a block of codes and the tail: 512 +
-64. A plain row is tiles of 128 and what is left.
+have as many tiles and no tail. A V3.2 row is four tiles of one block of codes each, and the tail:
+512 + 64. A plain row is tiles of 128 channels and a rest.
 
-MODE is the precision of the products: 0 for float16, 1 for bfloat16, 2 for float32; the order is
-that of ``config.MODES``. FP8 rows are computed in float16: every row is multiplied by ``LIFT``, and
-``float16_range`` says which scales are exact then. The tail is for magnitudes below 512, or any
-that float16 holds if it is part of the key alone: then the query is multiplied instead. Whatever
-lies outside becomes NaN or infinite on purpose: it shows in the sums, and then the CTA computes
-its range again in bfloat16.
+MODE is the operand type of the products: 0 for float16, 1 for bfloat16, 2 for float32, the order of
+``config.MODES``. FP8 rows are computed in float16: every row is multiplied by ``LIFT``, and
+``float16_range`` says which scales are exact then. A lifted tail may have magnitudes below 512; a
+tail that only the key uses may have any that float16 holds, because the query is multiplied
+instead. Whatever lies outside becomes NaN or infinite on purpose: it shows in the sums, and then
+the CTA computes its range again in bfloat16.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from anymla.ops.attention import float16_range
 from anymla.ops.attention.decode_config import FP8_CODES, FP8_TAIL, INLINE, NVFP4, PLAIN
 from anymla.ops.attention.triton_decode_combine import SUMS
 
-# Channels that ``walk_rows`` has in one tile.
+# Channels that ``walk_rows`` keeps in one tile.
 ROW = 512
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -63,8 +64,8 @@ _LEAST_BYTE = tl.constexpr(float16_range.exact_scale_bytes(float16_range.LIFT)[0
 _LAST_BYTE = tl.constexpr(float16_range.exact_scale_bytes(float16_range.LIFT)[1])
 _LEAST_SCALE = tl.constexpr(2.0 ** float16_range.exact_scale_exponents(float16_range.LIFT)[0])
 _LAST_SCALE = tl.constexpr(2.0 ** float16_range.exact_scale_exponents(float16_range.LIFT)[1])
-# Writers give all-zero blocks scales down to the smallest float32; no code makes one of 2^-100 or
-# less visible beside any other block.
+# Writers give all-zero blocks scales down to the smallest float32. With a scale of 2^-100 or less,
+# no code is visible beside any other block.
 _NOTHING = tl.constexpr(2.0**-100)
 _FLOAT16_MAX = tl.constexpr(float16_range.FLOAT16_MAX)
 _LARGEST_NVFP4_SCALE = tl.constexpr(float16_range.largest_nvfp4_scale(float16_range.LIFT))
@@ -72,7 +73,7 @@ _LARGEST_NVFP4_SCALE = tl.constexpr(float16_range.largest_nvfp4_scale(float16_ra
 
 @triton.jit
 def narrow(x, MODE: tl.constexpr):
-    """Round float32 to the operands' type."""
+    """Round float32 to the operand type of the products."""
     if MODE == 0:
         return x.to(tl.float16)
     elif MODE == 1:
@@ -93,22 +94,22 @@ def coded_tile(
     NATIVE: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Blocks FIRST .. FIRST + COUNT of e4m3 rows.
+    """Load and decode blocks FIRST to FIRST + COUNT of e4m3 rows with ue8m0 scales.
 
     Args:
         data: uint8 pointers [n] to the rows' codes.
         scales: uint8 pointers [n] to their scale bytes.
-        ok: bool [n]; other rows are not read and give zeros.
-        FIRST: first block.
-        COUNT: blocks, a power of two.
+        ok: bool [n]; rows where it is False are not read and give zeros.
+        FIRST: index of the first block.
+        COUNT: number of blocks, a power of two.
         BLOCK: channels that share a scale.
-        MODE: type of the result.
-        NATIVE: convert by instructions.
-        ONCE: decode once for products whose operands are registers (half the instructions of
-            the loop; measured on an H200 it takes a quarter of the time off).
+        MODE: operand type of the result.
+        NATIVE: True to convert by instructions.
+        ONCE: True to decode once for both products, whose operands are registers. This halves the
+            instructions of the loop and saves a quarter of its time on an H200.
 
     Returns:
-        [n, COUNT * BLOCK].
+        Decoded rows of the type of MODE, [n, COUNT * BLOCK].
     """
     block = FIRST + tl.arange(0, COUNT)
     channel = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
@@ -122,8 +123,8 @@ def coded_tile(
     else:
         factor = ue8m0_to_fp32(byte)
     if ONCE:
-        # Not needed for the values, which are zeros there: a factor that does not come from memory
-        # alone keeps the compiler from decoding once for each of the two products.
+        # The codes are zeros there anyway. But a factor that does not come from memory alone keeps
+        # the compiler from decoding once for each of the two products.
         factor = tl.where(ok[:, None], factor, 0.0)
     if MODE == 0:
         rows = e4m3_to_fp16(codes, NATIVE) * factor.to(tl.float16)[:, :, None]
@@ -144,12 +145,12 @@ def nvfp4_tile(
     NATIVE: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Channels FIRST .. FIRST + WIDTH of e2m1 rows with an e4m3 scale for BLOCK of them.
+    """Load and decode channels FIRST to FIRST + WIDTH of e2m1 rows with e4m3 scales per BLOCK.
 
-    Other arguments as in ``coded_tile``; a scale may be any byte.
+    Other arguments are those of ``coded_tile``; a scale may be any byte.
 
     Returns:
-        [n, WIDTH].
+        Decoded rows of the type of MODE, [n, WIDTH].
     """
     ROWS: tl.constexpr = data.shape[0]
     byte = FIRST // 2 + tl.arange(0, WIDTH // 2)
@@ -184,7 +185,7 @@ def block_tile(
     NATIVE: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Channels FIRST .. FIRST + WIDTH of e4m3 or NVFP4 rows, [n, WIDTH]; see ``coded_tile``."""
+    """Load channels FIRST to FIRST + WIDTH of e4m3 or NVFP4 rows; see ``coded_tile``."""
     if CODED == 4:
         return nvfp4_tile(data, scales, ok, FIRST, WIDTH, BLOCK, MODE, NATIVE, ONCE)
     else:
@@ -198,7 +199,7 @@ def scales_of(
     pages, data, entries, offset, CODED: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the scales of rows, in their page's own plane or right behind their codes."""
+    """Return pointers to rows' scales, in their page's own plane or right behind the codes."""
     if DATA == SCALES:
         return data + (CHANNELS // 2 if CODED == 4 else CHANNELS)
     else:
@@ -216,12 +217,13 @@ def inline_tile(
     NATIVE: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Block FIRST of e4m3 rows whose scales are float32 at pointers ``scales`` [n].
+    """Load and decode block FIRST of e4m3 rows whose scales are float32 at pointers ``scales`` [n].
 
-    Arguments as in ``coded_tile``; any scale is taken, and the value rounded to the result's type.
+    Other arguments are those of ``coded_tile``. Any scale is taken, and values are rounded to the
+    result's type.
 
     Returns:
-        [n, BLOCK].
+        Decoded rows of the type of MODE, [n, BLOCK].
     """
     channel = FIRST * BLOCK + tl.arange(0, BLOCK)
     codes = tl.load(data[:, None] + channel[None, :], mask=ok[:, None], other=0)
@@ -247,7 +249,7 @@ def plain_tile(
     CHANNELS: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Channels FIRST .. FIRST + WIDTH of plain rows at pointers [n]; zeros past CHANNELS."""
+    """Load channels FIRST to FIRST + WIDTH of plain rows at pointers [n]; zeros past CHANNELS."""
     channel = FIRST + tl.arange(0, WIDTH)
     inside = ok[:, None]
     if FIRST + WIDTH > CHANNELS:
@@ -263,11 +265,11 @@ def plain_tile(
 
 @triton.jit
 def tail_tile(rows, ok, WIDTH: tl.constexpr, MODE: tl.constexpr, KEY: tl.constexpr):
-    """WIDTH bfloat16 channels at pointers [n]; with KEY they are no value, and not lifted."""
+    """Load WIDTH bfloat16 channels at pointers [n]; KEY channels are no value and not lifted."""
     if KEY and MODE == 0:
         channel = tl.arange(0, WIDTH)
         x = tl.load(rows[:, None] + channel[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
-        # An infinity could hide behind a probability of 0.
+        # NaN, because an infinity could hide behind a probability of 0.
         return tl.where(tl.abs(x) <= _FLOAT16_MAX, x, float("nan")).to(tl.float16)
     else:
         return plain_tile(rows, ok, 0, WIDTH, WIDTH, MODE)
@@ -278,7 +280,7 @@ def load_heads(
     q, stride, heads, H, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Channels of q as float32: [heads, WIDTH], or [WIDTH, heads]."""
+    """Load WIDTH channels of the queries as float32: [heads, WIDTH], or [WIDTH, heads]."""
     channel = FIRST + tl.arange(0, WIDTH)
     if KEYS_FIRST:
         at = channel[:, None] + heads[None, :] * stride
@@ -291,13 +293,13 @@ def load_heads(
 
 @triton.jit
 def largest_of(x, KEYS_FIRST: tl.constexpr):
-    """The largest magnitude of every head."""
+    """Return the largest magnitude in every head."""
     return tl.max(tl.abs(x), 0 if KEYS_FIRST else 1)
 
 
 @triton.jit
 def across(x, KEYS_FIRST: tl.constexpr):
-    """Values of the heads, to be broadcast over the other axis."""
+    """Expand one value per head so that it broadcasts over the other axis."""
     if KEYS_FIRST:
         return x[None, :]
     else:
@@ -306,7 +308,7 @@ def across(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def score(q, rows, scores, KEYS_FIRST: tl.constexpr):
-    """Scores, with those of one more tile of channels."""
+    """Add the product of queries and one tile of the rows' channels to the scores."""
     if KEYS_FIRST:
         return tl.dot(rows, q, scores, input_precision="ieee")
     else:
@@ -315,7 +317,7 @@ def score(q, rows, scores, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def weigh(p, rows, sums, decay, KEYS_FIRST: tl.constexpr):
-    """Sums that decay, with a step's rows weighed by p."""
+    """Multiply the sums by ``decay`` and add the products of probabilities p and rows."""
     if KEYS_FIRST:
         return tl.dot(tl.trans(rows), p, sums * decay, input_precision="ieee")
     else:
@@ -324,7 +326,7 @@ def weigh(p, rows, sums, decay, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def zeros(BH: tl.constexpr, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Zeros for the heads by WIDTH others."""
+    """Make float32 zeros of all heads by WIDTH, in the order of the products."""
     if KEYS_FIRST:
         return tl.zeros([WIDTH, BH], tl.float32)
     else:
@@ -336,7 +338,7 @@ def store_heads(
     to, stride, heads, H, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write channels FIRST .. FIRST + WIDTH of the heads, as far as there are VALUES."""
+    """Store channels FIRST to FIRST + WIDTH of all heads, omitting those past VALUES."""
     channel = FIRST + tl.arange(0, WIDTH)
     if KEYS_FIRST:
         at = channel[:, None] + heads[None, :] * stride
@@ -349,7 +351,7 @@ def store_heads(
 
 @triton.jit
 def _next_slots(block, blocks0, rows0, rows1, BN: tl.constexpr, TWO: tl.constexpr):
-    """Slots of a block of columns, -1 where there is none; the caches as in ``walk``."""
+    """Load the slots of a block of columns, -1 where there is none; caches are as in ``walk``."""
     n0, list0, limit0 = rows0[0], rows0[1], rows0[2]
     if TWO:
         n1, list1, limit1 = rows1[0], rows1[1], rows1[2]
@@ -368,10 +370,10 @@ def _next_slots(block, blocks0, rows0, rows1, BN: tl.constexpr, TWO: tl.constexp
 
 @triton.jit
 def _places(slots, block, blocks0, rows0, rows1, TWO: tl.constexpr):
-    """Where the rows of a block's slots are; the caches as in ``walk``.
+    """Locate the rows of a block's slots; caches are as in ``walk``.
 
     Returns:
-        Whether there is a row, its page, its place there, all [n], and the entries of a page.
+        True where there is a row, its page, and its index there, all [n]; and the rows in a page.
     """
     kv0, page0, entries0 = rows0[3], rows0[4], rows0[5]
     kv1, page1, entries1 = rows1[3], rows1[4], rows1[5]
@@ -397,22 +399,24 @@ def walk(
     queries, span, rows0, rows1, row_stride, TILE: tl.constexpr, ROW: tl.constexpr,
     KEY: tl.constexpr, MODE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of a span: (highest score, its reference, sum of p, five sums of p times rows).
+    """Attend to the blocks of a span.
 
-    Scores are in units of log 2; ``KEY`` leaves the last sum at 0.
+    Returns the highest score, its reference, the sum of p, and five sums of p times rows. Scores
+    are in units of log 2; ``KEY`` leaves the last sum at 0.
 
     Args:
-        queries: pointer to the token's queries, stride of a head, heads [BH], H, softmax scale.
-        span: first and last block of the walk, and the first block of the second cache.
-        rows0: the first cache: listed rows, their slots, slots it has, pages, page stride, entries
-            of a page.
-        rows1: the second one likewise.
-        row_stride: of plain rows.
+        queries: tuple of the pointer to the token's queries, stride of a head, heads [BH], H and
+            softmax scale.
+        span: tuple of first and last block of the walk, and the first block of the second cache.
+        rows0: first cache, a tuple of listed rows, their slots, slots of the cache, pages, stride
+            of a page, and rows in a page.
+        rows1: second cache, a tuple like ``rows0``.
+        row_stride: elements between plain rows.
         TILE: BH, BN, KEYS_FIRST, TWO, ONCE of the kernel.
         ROW: CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4 of the kernel.
-        KEY: the last tile of a row is no value.
-        MODE: see the file.
-        NATIVE: convert FP8 by instructions.
+        KEY: True if the last tile of a row is not part of the value.
+        MODE: operand type, defined at the top of the file.
+        NATIVE: True to convert FP8 by instructions.
     """
     BH: tl.constexpr = TILE[0]
     BN: tl.constexpr = TILE[1]
@@ -436,7 +440,7 @@ def walk(
     q4 = load_heads(q, q_stride, heads, H, T3, W4, CHANNELS, KEYS_FIRST)
     factor = tl.full([BH], 1.0, tl.float32) * (scale * LOG2E)
     if MODE == 0:
-        # A power of two brings each head's largest magnitude into [1, 2).
+        # Scale each head by a power of two that brings its largest magnitude into [1, 2).
         largest = tl.maximum(largest_of(q0, KEYS_FIRST), largest_of(q1, KEYS_FIRST))
         largest = tl.maximum(largest, largest_of(q2, KEYS_FIRST))
         largest = tl.maximum(largest, largest_of(q3, KEYS_FIRST))
@@ -521,7 +525,7 @@ def walk(
 
 @triton.jit
 def _bf16_halves(words):
-    """Bfloat16 of the lower and of the upper half of 32 bits."""
+    """Reinterpret the lower and the upper half of 32 bits as two bfloat16."""
     lower = (words & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     upper = (words.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return lower, upper
@@ -529,7 +533,7 @@ def _bf16_halves(words):
 
 @triton.jit
 def _load_words(at, word, mask, ALIGNED: tl.constexpr):
-    """Int32 words behind uint8 pointers, byte by byte unless ALIGNED; zeros where not ``mask``."""
+    """Load int32 words behind uint8 pointers, by bytes unless ALIGNED; zeros where not ``mask``."""
     if ALIGNED:
         return tl.load(at.to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
     else:
@@ -544,17 +548,18 @@ def coded_rows(
     data, scales, ok, CODED: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
     ALIGNED: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Channels 0 .. 511 of FP8 rows, [n, 512]; zeros where not ``ok`` [n].
+    """Load and decode channels 0 to 511 of FP8 rows, [n, 512]; rows that are not ``ok`` are zeros.
 
     Args:
-        data: uint8 pointers [n] to the rows: CODES codes of e4m3, and bfloat16 behind them.
-        scales: pointers [n] to their scales: bytes, or float32 where CODED is 2.
-        ok: bool [n].
-        CODED: as in ``config``.
+        data: uint8 pointers [n] to the rows, which are CODES codes of e4m3 and bfloat16 behind
+            them.
+        scales: pointers [n] to their scales, which are bytes, or float32 where CODED is 2.
+        ok: bool [n], True where a row is read.
+        CODED: kind of the rows by the numbers of ``config``.
         BLOCK: channels that share a scale.
         CODES: channels that have codes, a multiple of BLOCK.
-        ALIGNED: rows begin at multiples of 8 bytes.
-        MODE: type of the result, bfloat16 or float32.
+        ALIGNED: True if rows begin at multiples of 8 bytes.
+        MODE: operand type of the result, bfloat16 or float32.
     """
     ROWS: tl.constexpr = data.shape[0]
     BLOCKS: tl.constexpr = _ROW // BLOCK
@@ -574,13 +579,14 @@ def coded_rows(
         factor = ue8m0_to_fp32(tl.load(at, mask=ok[:, None] & coded, other=127))
     factor = factor[:, :, None]
     c0, c1, c2, c3 = e4m3_words_to_fp16(words)
-    # The unit by itself: with the largest scales both together are infinite.
+    # Apply unit and scale one at a time: the product of the unit and the largest scales is
+    # infinite.
     c0 = narrow((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
     c1 = narrow((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
     c2 = narrow((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
     c3 = narrow((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
     if CODES < _ROW:
-        # Four channels of the tail are two words where a word of codes would be.
+        # Four channels of the tail take two words in the place of one word of codes.
         at = (data - CODES)[:, None, None]
         there &= ~coded[:, :, None]
         if ALIGNED:
@@ -598,7 +604,7 @@ def coded_rows(
 
 @triton.jit
 def plain_rows(rows, ok, CHANNELS: tl.constexpr, MODE: tl.constexpr):
-    """Channels 0 .. 511 of plain rows at pointers [n]; zeros past CHANNELS."""
+    """Load channels 0 to 511 of plain rows at pointers [n], with zeros past CHANNELS."""
     channel = tl.arange(0, _ROW)
     inside = ok[:, None]
     if CHANNELS < _ROW:
@@ -611,26 +617,26 @@ def plain_rows(rows, ok, CHANNELS: tl.constexpr, MODE: tl.constexpr):
 def walk_rows(
     queries, span, rows0, rows1, row_stride, TILE, ROW, MODE: tl.constexpr,
 ):  # fmt: skip
-    """As ``walk``, the warps dividing the channels: one sum of p times rows.
+    """Do what ``walk`` does, dividing the channels among the warps, with one sum of p times rows.
 
-    Scores are the sum over parts of the channels (split-K), a warp or two for each, and each warp
-    has the output of its own channels, so that a thread holds few of either: it has 16 KiB of
-    registers on Xe. Up to 64 channels behind the first 512 are part of the key alone.
+    Scores are summed over parts of the channels (split-K), one or two warps per part, and each warp
+    has the output of its own channels. So a thread holds few of either: on Xe it has 16 KiB of
+    registers. Up to 64 channels behind the first 512 are part of the key alone.
 
-    Intel's compiler divides a product among warps by rows alone where it sees another that it
-    depends on, and 16 heads are two rows of its instruction: all other warps would compute the same
-    again. It looks in the same block of code. So each product stands in one of its own, under a
-    condition that always holds.
+    Intel's compiler divides a product among warps by rows alone if it sees another product that it
+    depends on in the same block of code. 16 heads are only two rows of its instruction, so all
+    other warps would repeat the same work. Therefore each product stands in a block of its own,
+    under a condition that always holds.
 
     Args:
-        queries: as in ``walk``.
-        span: likewise.
-        rows0: likewise.
-        rows1: likewise.
-        row_stride: likewise.
+        queries: tuple as in ``walk``.
+        span: tuple as in ``walk``.
+        rows0: first cache as in ``walk``.
+        rows1: second cache as in ``walk``.
+        row_stride: elements between plain rows.
         TILE: BH, BN, TWO, ROW_PARTS and ALIGNED of the kernel.
         ROW: CODED, BLOCK, DATA, SCALES and CHANNELS of the kernel.
-        MODE: 1 or 2, see the file.
+        MODE: operand type 1 or 2, defined at the top of the file.
     """
     BH: tl.constexpr = TILE[0]
     BN: tl.constexpr = TILE[1]
@@ -653,7 +659,8 @@ def walk_rows(
     at = q + (heads * q_stride)[None, :, None] + channel
     share = narrow(tl.load(at, mask=inside, other=0.0).to(tl.float32), MODE)
     if KEY:
-        # Four channels a part, and twelve that are none: the instruction has sixteen.
+        # Each part has four channels here, and twelve of padding because the instruction takes
+        # sixteen.
         behind = (tl.arange(0, PARTS) * (64 // PARTS))[:, None, None] + tl.arange(0, 16)[
             None, None, :
         ]
@@ -713,7 +720,8 @@ def walk_rows(
     return highest, highest, tl.sum(total, 1), sums
 
 
-# Numbers rather than constants, so that a call with lengths or a sink compiles nothing new.
+# These are run-time numbers rather than constants, so that a call with lengths or a sink compiles
+# nothing new.
 COUNTS = ["H", "K0", "K1", "limit0", "limit1", "list_stride0", "list_stride1", "entries0",
           "entries1", "splits", "total", "at", "has_length0", "has_length1",
           "has_sink"]  # fmt: skip
@@ -733,7 +741,10 @@ def decode_kernel(
     MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr, ROW_PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Attend; see the file. Partials: part [T, total, H, VALUES], sums [T, total, H, 3]."""
+    """Attend one token to a split of its lists, as the top of the file describes.
+
+    Partials are ``part`` [T, total, H, VALUES] and ``sums`` [T, total, H, 3].
+    """
     T3: tl.constexpr = 384 + W3
     KEY: tl.constexpr = VALUES <= T3
     program = tl.program_id(0).to(tl.int64)
@@ -743,7 +754,7 @@ def decode_kernel(
     token = program // splits // groups
     heads = group * BH + tl.arange(0, BH)
     none = tl.zeros([], tl.int32)
-    # Without lengths, or a sink, the pointers lead to other numbers of the same kind.
+    # Without lengths or a sink, these pointers lead to unused numbers of the same type.
     n0 = tl.where(none < has_length0, tl.load(length0_ptr + token), K0)
     n1 = tl.where(none < has_length1, tl.load(length1_ptr + token), K1)
     n0 = tl.minimum(tl.maximum(n0, 0), none + K0)
@@ -774,7 +785,7 @@ def decode_kernel(
             (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, MODE, NATIVE,
         )  # fmt: skip
         if MODE == 0:
-            # x * 0 is NaN for what is not finite; rows out of float16's range show in these two.
+            # x * 0 is NaN if x is not finite. Rows out of float16's range show in these two sums.
             seen = tl.sum(tl.where(heads < H, sums, 0.0) * 0.0)
             if not KEY:
                 seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
@@ -821,9 +832,9 @@ def decode_kernel(
 
 
 def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:
-    """What the kernel has to know of rows: of a coded layout, or plain ones of ``channels``.
+    """Return the kernel's constants for rows of a coded layout, or for plain rows of ``channels``.
 
-    DATA and SCALES are bytes from one entry's codes, or scales, to the next one's in a page; they
+    DATA and SCALES are bytes from one entry's codes, or scales, to the next entry's in a page; they
     are the same where entries are interleaved.
     """
     wide = -(-max(channels, 512) // 64) * 64 - 512

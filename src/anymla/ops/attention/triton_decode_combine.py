@@ -1,22 +1,24 @@
 """Combine the partials of the splits of every work tile: one softmax over the splits and the sink.
 
-    combine_float32_kernel    partials of the portable kernel: float32, all tokens cut into the same
-                              number of splits. Grid: tokens x heads x slices of ``BV`` values; a
-                              CTA reads [splits, BV].
-    combine_splits_kernel     partials of Hopper's kernels: float16, work tiles that are all cut
-                              into the same number of splits. Grid: work tiles x heads of a tile x
-                              slices of the channels; a CTA reads one row of each partial.
-    combine_stream_k_kernel   the same partials of stream-K. Grid: CTAs of the decode kernel x
-                              groups of heads; where a CTA's range begins in a work tile, the first
-                              such CTA of the work tile combines it, row by row, partial by partial.
+    combine_float32_kernel    combines float32 partials of the portable kernel, which cuts all
+                              tokens into the same number of splits. Grid: tokens x heads x slices
+                              of ``BV`` values; a CTA reads [splits, BV].
+    combine_splits_kernel     combines float16 partials of Hopper's kernels where every cut work
+                              tile has as many splits, or as many as a table says (BY_BLOCKS).
+                              Grid: work tiles x heads of a tile x slices of the channels; a CTA
+                              reads one row of each partial.
+    combine_stream_k_kernel   combines float16 partials of stream-K. Grid: CTAs of the decode kernel
+                              x groups of heads. Where a CTA's range begins inside a work tile, the
+                              first such CTA of the work tile combines it, row by row and partial by
+                              partial.
 
-A partial of float32 has ``SUMS`` numbers a head besides: reference exponent, sum of probabilities
-and highest score (written only if it is asked for). One of float16 is divided by its sum, less its
-first channels' ``LIFT`` and a power of two for each head, which is not 1 where float16 would not
-hold it.
+A float32 partial comes with ``SUMS`` numbers per head: reference exponent, sum of probabilities and
+highest score (written only on request). A float16 partial is divided by its sum; its first channels
+still hold ``LIFT``, and every head a power of two, which is not 1 where float16 would not hold the
+quotient.
 
-Hopper's are launched while the decode kernel still runs, and wait for its end. The output leaves as
-it is, or rotated back and quantised for the output projection (ROPE_DIM > 0).
+Hopper's combines are launched while the decode kernel still runs, and wait for its end. The output
+is stored as it is, or rotated back and quantised for the output projection (ROPE_DIM > 0).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
 
 _FEW = tl.constexpr(FEW_PARTIALS)
-SLICE = 256  # values of a CTA of ``combine_float32_kernel``
+SLICE = 256  # values per CTA of ``combine_float32_kernel``
 SUMS = 3
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -63,9 +65,10 @@ def combine_float32_kernel(
     PEAK: tl.constexpr, SUMS: tl.constexpr,
     ROPE_DIM: tl.constexpr = 0, TYPE: tl.constexpr = None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
-    """Combine; see the file. S is a power of two of at least ``splits``.
+    """Combine float32 partials; S is a power of two of at least ``splits``.
 
-    If ROPE_DIM is not 0, ``out_ptr`` takes codes, and what ``store_quantized`` needs is given.
+    If ROPE_DIM is not 0, ``out_ptr`` takes codes, and the arguments of ``store_quantized`` are
+    given.
     """
     slices: tl.constexpr = (VALUES + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
@@ -104,14 +107,14 @@ def combine_float32_kernel(
 
 
 class PartialRows(NamedTuple):
-    """Partials of Hopper's kernels; ``combine_splits_kernel`` says how they lie.
+    """Partials of Hopper's kernels, laid out as in ``combine_splits_kernel``.
 
     Attributes:
-        parts: a row for each head of each slot.
-        sums: four numbers a row.
-        ROWS: heads of a tile.
-        CHANNELS: of a row.
-        LIFTED: channels before this one are stored times 2^``LIFT``.
+        parts: pointer to one row for each head of each slot.
+        sums: pointer to four numbers for each row.
+        ROWS: heads in a tile.
+        CHANNELS: channels per row.
+        LIFTED: first channel that is not stored times 2^``LIFT``.
     """
 
     parts: Any
@@ -122,21 +125,21 @@ class PartialRows(NamedTuple):
 
 
 class OutputHeads(NamedTuple):
-    """Where combined heads go; ``combine_splits_kernel`` says how they lie.
+    """Destination of combined heads, laid out as in ``combine_splits_kernel``.
 
     Attributes:
-        heads: the output, or its codes.
-        lse: of every head.
-        token_stride: of heads.
-        head_stride: likewise.
+        heads: pointer to the output, or to its codes.
+        lse: pointer to one number per head.
+        token_stride: elements from one token's heads to the next.
+        head_stride: elements from one head to the next.
         empty: lse of a token without rows.
-        scales: as in ``store_quantized``, like all that follow.
-        positions: likewise.
-        table: likewise.
-        angles: likewise.
-        ROPE_DIM: likewise, or 0.
-        TYPE: likewise.
-        NATIVE: likewise.
+        scales: argument of ``store_quantized`` by this name.
+        positions: argument of ``store_quantized`` by this name.
+        table: argument of ``store_quantized`` by this name.
+        angles: argument of ``store_quantized`` by this name.
+        ROPE_DIM: argument of ``store_quantized`` by this name; 0 for output that is not quantised.
+        TYPE: argument of ``store_quantized`` by this name.
+        NATIVE: argument of ``store_quantized`` by this name.
     """
 
     heads: Any
@@ -155,7 +158,7 @@ class OutputHeads(NamedTuple):
 
 @triton.jit
 def _weight(sums_ptr, at, there):
-    """Reference exponents of partials, and with them the sums and what to multiply partials by."""
+    """Load the reference exponents, the sums, and the factors that partials are multiplied by."""
     top = tl.load(sums_ptr + at * 4, mask=there, other=_NO_SPLIT)
     sums = tl.load(sums_ptr + at * 4 + 1, mask=there, other=0.0)
     return top, sums, sums * tl.load(sums_ptr + at * 4 + 2, mask=there, other=0.0)
@@ -166,16 +169,17 @@ def _combine_head(
     partials, to, sink_ptr, slot, others, count, row, token, head, part, H,
     WIDTH: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH channels of a head from its partials: ``slot``, ``others`` + 1, ``others`` + 2 ..
+    """Combine WIDTH channels of one head from its partials.
 
-    One warp, and nothing goes through shared memory.
+    They are at ``slot``, then ``others`` + 1, ``others`` + 2 and so on. This is the work of one
+    warp, and nothing goes through shared memory.
     """
     channel = part * WIDTH + tl.arange(0, WIDTH)
     split = tl.arange(0, MOST)
     there = split < count
     at = tl.where(split == 0, slot, others + split).to(tl.int64) * partials.ROWS + row
     if MOST == AT_ONCE:
-        # Loaded at once, before anything is computed.
+        # Issue all loads at once, before anything is computed.
         values = tl.load(
             partials.parts + at[:, None] * partials.CHANNELS + channel[None, :],
             mask=there[:, None], other=0.0, volatile=True,
@@ -217,7 +221,7 @@ def _combine_head(
 
 @triton.jit
 def _add_partial(partials, at, listed, channel, highest, total, value):
-    """Sums of some heads and one partial of each, to a new reference exponent."""
+    """Add one partial of each of some heads to their sums, relative to a new reference exponent."""
     values = tl.load(
         partials.parts + at[:, None] * partials.CHANNELS + channel[None, :],
         mask=listed[:, None], other=0.0,
@@ -235,7 +239,7 @@ def _combine_group(
     partials, to, sink_ptr, first, splits, row, token, head, H,
     GROUP: tl.constexpr, MOST: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads from their partials, one by one."""
+    """Combine GROUP heads from their partials, one partial at a time."""
     CHANNELS: tl.constexpr = partials.CHANNELS
     heads = tl.arange(0, GROUP)
     there = head + heads < H
@@ -251,7 +255,7 @@ def _combine_group(
                 partials, at + split * partials.ROWS, listed, channel, highest, total, value
             )
     else:
-        # In pairs, so that there are two loads at a time.
+        # Go in pairs, so that two loads are in flight at a time.
         for split in range(0, splits, 2):
             for part in tl.static_range(2):
                 listed = there & (heads * 0 + split + part < splits)
@@ -286,40 +290,42 @@ def combine_splits_kernel(
     LONGEST_FIRST: tl.constexpr, BY_BLOCKS: tl.constexpr, LIFTED: tl.constexpr,
     ROPE_DIM: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Combine; see the file.
+    """Combine float16 partials of work tiles that are cut by a number of splits or by a table.
 
     Args:
-        part_ptr: float16 [slots, ROWS, CHANNELS].
+        part_ptr: float16 [slots, ROWS, CHANNELS], partials of the decode kernel.
         sums_ptr: float32 [slots, ROWS, 4]: reference exponent, sum, factor of the partial, padding.
-        sink_ptr: float32 [H].
-        out_ptr: [T, H, CHANNELS]; codes if ROPE_DIM is not 0.
-        lse_ptr: float32 [T, H].
-        order_ptr: int32 [T], tokens; see LONGEST_FIRST. Or int32 [work tiles, 2]; see BY_BLOCKS.
-        H: heads.
-        splits: of a work tile.
-        first_cut: work tiles before it were not cut.
-        rows: heads of a tile that there are, at most ROWS.
-        out_token: stride of out.
-        out_head: stride of out.
+        sink_ptr: float32 [H], sinks of the heads.
+        out_ptr: output of shape [T, H, CHANNELS], or codes if ROPE_DIM is not 0.
+        lse_ptr: float32 [T, H], log-sum-exp to be written.
+        order_ptr: int32 [T], order of tokens if LONGEST_FIRST; int32 [work tiles, 2], table of
+            splits if BY_BLOCKS.
+        H: number of heads.
+        splits: number of splits per work tile.
+        first_cut: index of the first work tile that was cut.
+        rows: heads in a tile that exist, at most ROWS.
+        out_token: elements from one token of ``out`` to the next.
+        out_head: elements from one head of ``out`` to the next.
         empty: lse of a token without rows.
-        scales_ptr: as in ``store_quantized``, like the next three and the last three.
-        positions_ptr: likewise.
-        table_ptr: likewise.
-        angles: likewise.
-        ROWS: heads of a tile.
-        CHANNELS: of a row.
-        WIDTH: channels of a CTA.
-        GROUP: heads of a CTA, whose channels are all, if it is not 1.
-        MOST: a power of two, at least the number of splits of any work tile.
-        AT_ONCE: partials that are read at a time, a power of two.
-        SINK: there is one.
-        PDL: launched before the decode kernel ended.
-        LONGEST_FIRST: work tiles are of the tokens in this order.
-        BY_BLOCKS: first split of every work tile, and how many there are.
-        LIFTED: channels before this one are stored times 2^``LIFT``.
-        ROPE_DIM: see above, or 0.
-        TYPE: see above.
-        NATIVE: see above.
+        scales_ptr: ``scales`` of ``store_quantized``.
+        positions_ptr: ``positions`` of ``store_quantized`` by token.
+        table_ptr: ``table`` of ``store_quantized``, with the angles by position.
+        angles: argument of ``store_quantized`` by this name.
+        ROWS: heads in a tile.
+        CHANNELS: channels per row.
+        WIDTH: channels per CTA.
+        GROUP: heads per CTA, which has all of their channels if there is more than one.
+        MOST: power of two that no work tile has more splits than.
+        AT_ONCE: number of partials read at once, a power of two.
+        SINK: True if heads have sinks.
+        PDL: True if launched before the decode kernel has ended.
+        LONGEST_FIRST: True if work tiles follow the order of tokens in ``order_ptr``.
+        BY_BLOCKS: True if ``order_ptr`` holds the first split and the number of splits of every
+            work tile.
+        LIFTED: first channel that is not stored times 2^``LIFT``.
+        ROPE_DIM: argument of ``store_quantized`` by this name; 0 for output that is not quantised.
+        TYPE: argument of ``store_quantized`` by this name.
+        NATIVE: argument of ``store_quantized`` by this name.
     """
     if PDL:
         gdc_wait()
@@ -373,11 +379,11 @@ def combine_stream_k_kernel(
     AT_ONCE: tl.constexpr, SINK: tl.constexpr, PDL: tl.constexpr, LIFTED: tl.constexpr,
     ROPE_DIM: tl.constexpr, TYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Combine; see the file. Arguments that ``combine_splits_kernel`` does not have are these.
+    """Combine float16 partials of stream-K; other arguments are those of ``combine_splits_kernel``.
 
-    spans_ptr: int32 [work_tiles + ctas, 2]: first and last CTA of each work tile, then for each
-    CTA the work tile that its range begins in the middle of, or -1. work_tiles, ctas: of the
-    decode kernel. GROUP: heads of a CTA.
+    ``spans_ptr`` is int32 [work_tiles + ctas, 2]: first and last CTA of each work tile, then for
+    each CTA the work tile in whose middle its range begins, or -1. ``work_tiles`` and ``ctas`` are
+    those of the decode kernel. GROUP is the number of heads per CTA.
     """
     if PDL:
         gdc_wait()
@@ -410,14 +416,15 @@ def combine_stream_k_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOut:
-    """What a call writes.
+    """Output tensors of a call of attention.
 
     Attributes:
-        out: [T, H, values].
-        lse: float32 [T, H].
+        out: combined heads, [T, H, values].
+        lse: log-sum-exp of each head, float32 [T, H].
         empty_lse: lse of a token without rows.
         max_logits: float32 [T, H] for the largest scores, or None.
-        quantized: if given, the output goes there, and not to ``out``, whose shape counts.
+        quantized: if given, receives the output instead of ``out``, which then only gives the
+            shape.
     """
 
     out: Tensor
@@ -427,7 +434,7 @@ class AttentionOut:
     quantized: QuantizedOut | None = None
 
     def of(self, tokens: slice) -> AttentionOut:
-        """The results of some tokens."""
+        """Select the outputs of some tokens."""
         peaks = None if self.max_logits is None else self.max_logits[tokens]
         quantized = None if self.quantized is None else self.quantized.of(tokens)
         return AttentionOut(self.out[tokens], self.lse[tokens], self.empty_lse, peaks, quantized)
@@ -435,14 +442,14 @@ class AttentionOut:
 
 @dataclasses.dataclass(frozen=True)
 class Partials:
-    """What the splits of Hopper's kernels store; see ``combine_splits_kernel``.
+    """Partials that the splits of Hopper's kernels store, for ``combine_splits_kernel``.
 
     Attributes:
-        part: float16 [slots, heads of a tile, channels].
-        sums: float32 [slots, heads of a tile, 4].
-        spans: int32; of stream-K see ``combine_stream_k_kernel``, otherwise the order of tokens if
-            there is one.
-        lifted: channels before this one are stored times 2^``LIFT``.
+        part: unscaled results of the splits, float16 [slots, heads of a tile, channels].
+        sums: numbers of each head, float32 [slots, heads of a tile, 4].
+        spans: int32; for stream-K the ``spans_ptr`` of ``combine_stream_k_kernel``, otherwise the
+            ``order_ptr`` of ``combine_splits_kernel``.
+        lifted: first channel that is not stored times 2^``LIFT``.
     """
 
     part: Tensor
@@ -452,7 +459,7 @@ class Partials:
 
 
 def combine_float32(part: Tensor, sums: Tensor, sink: Tensor | None, to: AttentionOut) -> None:
-    """Launch for ``part`` [>= T, splits, H, values] of the portable kernel."""
+    """Launch the combine of the portable kernel's ``part`` [>= T, splits, H, values]."""
     out, lse = to.out, to.lse
     tokens, heads, values = out.shape
     count = part.shape[1]
@@ -475,14 +482,14 @@ def combine(
     *,
     pdl: bool = True,
 ) -> None:
-    """Launch for partials of Hopper's kernels.
+    """Launch the combine of the partials of Hopper's kernels.
 
     Args:
-        schedule: of the decode kernel.
-        partials: what it stored.
-        sink: float32 [H], or None.
-        to: results of the work tiles that were cut.
-        pdl: while the decode kernel still runs.
+        schedule: schedule of the decode kernel.
+        partials: partials that the decode kernel stored.
+        sink: sinks of the heads, float32 [H], or None.
+        to: outputs of the work tiles that were cut.
+        pdl: True to launch while the decode kernel still runs.
     """
     part, sums, spans, lse = partials.part, partials.sums, partials.spans, to.lse
     result = to.out if to.quantized is None else to.quantized.codes
@@ -509,7 +516,7 @@ def _combination(
     pdl: bool,
     epilogue: tuple[tuple[str, Any], ...],
 ) -> tuple[Any, ...]:
-    """The launch for results of that shape, and the kernel's first numbers."""
+    """Prepare the launch for results of a shape; return it with the kernel's first numbers."""
     tokens, heads, channels = shape
     work_tiles, rows = tokens * schedule.head_tiles, schedule.heads
     common = {
@@ -527,7 +534,8 @@ def _combination(
         return launch, heads, work_tiles, schedule.ctas
     most = triton.next_power_of_2(schedule.splits)
     whole, some = schedule.first_cut(tokens), min(heads, rows)
-    # What is added up in which order depends on the tile.
+    # The tile decides in which order partials are added up, so an invariant call must not choose it
+    # by the number of tokens.
     all_heads = some if schedule.invariant else (work_tiles - whole) * some
     by_blocks = schedule.cut == Cut.BY_BLOCKS
     tile = choose_combine_tile(all_heads, channels, most, by_blocks=by_blocks)

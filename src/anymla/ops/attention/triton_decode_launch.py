@@ -1,18 +1,20 @@
-"""Launch sparse attention: which lists, in which precision, with which tiles."""
+"""Launch Triton's attention over listed rows: choose precision, tiles and splits."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, get_layout
-from anymla.formats.pages import PageLayout, pages_of
+from anymla.formats.page_layout import get_layout
+from anymla.formats.pages import PageLayout
 from anymla.formats.records import PlainRowsLayout, SplitFp8Layout
 from anymla.ops import device as device_facts
-from anymla.ops._epilogue import QuantizedOut
+from anymla.ops._epilogue import InverseRopeQuant, QuantizedOut
 from anymla.ops._triton_epilogue import inverse_rope_quantize
+from anymla.ops.attention.cache_rows import CacheRows, flat
 from anymla.ops.attention.decode_config import (
     MODES,
     Tile,
@@ -32,18 +34,18 @@ _WORKSPACE_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed:
-    """Rows in memory and which of them each token reads.
+class RowsParams:
+    """Kernel parameters of the rows of a cache, or of a tensor as a cache of one-row pages.
 
     Attributes:
-        rows: what the kernel takes a pointer to: uint8 for coded rows, else their dtype.
-        coded: the layout of coded rows, or None for plain ones.
+        rows: tensor that the kernel points into, uint8 for coded rows, else of their dtype.
+        coded: layout of coded rows; None for plain ones.
         pages: number of pages.
-        entries: rows of a page.
-        page_stride: elements of ``rows`` from page to page.
-        row_stride: elements of ``rows`` from row to row of a page.
-        indices: int32 [T, K] with unit stride along K.
-        lengths: int32 [T], or None.
+        entries: number of rows in a page.
+        page_stride: number of elements of ``rows`` from page to page.
+        row_stride: number of elements of ``rows`` from row to row of a page.
+        indices: slots listed for each token, [T, K] int32 with unit stride along K.
+        lengths: number of leading columns in use, [T] int32; None for all K.
     """
 
     rows: Tensor
@@ -55,42 +57,38 @@ class Listed:
     indices: Tensor
     lengths: Tensor | None
 
+    @classmethod
+    def in_cache(cls, listed: CacheRows) -> RowsParams:
+        """Return the parameters of a cache's rows."""
+        cache, layout_id, indices, lengths = listed.dense()
+        layout = get_layout(layout_id)
+        coded = None if isinstance(layout, PlainRowsLayout) else layout
+        pages, entries, width = cache.shape
+        return cls(cache, coded, pages, entries, cache.stride(0), width, indices, lengths)
+
 
 def sparse_attention(
     q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None = None,
+    rows: Sequence[CacheRows],
     *,
     sink: Tensor | None = None,
     scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     value_dim: int | None = None,
     empty_lse: float | None = None,
     batch_invariant: bool = False,
     plan: Tensor | None = None,
+    epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
-    lists = _paged_lists(
-        (k_cache, layout, indices, lengths),
-        (extra_cache, extra_layout, extra_indices, extra_lengths),
-    )
+    lists = [RowsParams.in_cache(each) for each in rows]
+    if epilogue is not None:
+        to = QuantizedOut.allocate(q, epilogue, device_facts.target_of(q.device).native_e4m3)
+        lse = scratch(tuple(q.shape[:2]), torch.float32, q.device)
+        attend(q, lists, sink, scale, batch_invariant, AttentionOut(to.codes, lse, quantized=to))
+        return to.results(epilogue.n_groups)
     values = q.shape[2] if value_dim is None else value_dim
     return _attend(q, lists, sink, scale, values, empty_lse, batch_invariant, out, None)
-
-
-def _paged_lists(*scopes: tuple[Tensor | None, str, Tensor | None, Tensor | None]) -> list[Listed]:
-    """From the operation's arguments of one or two caches: cache, layout, indices, lengths."""
-    return [
-        _paged(cache, layout, indices, lengths)
-        for cache, layout, indices, lengths in scopes
-        if cache is not None and indices is not None
-    ]
 
 
 def sparse_attention_rows(
@@ -110,65 +108,18 @@ def sparse_attention_rows(
     """See the contract."""
     rows = kv.squeeze(1) if kv.ndim == 3 else kv
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    listed = Listed(
-        rows, None, len(rows), 1, rows.stride(0), rows.stride(0), _flat(indices), _dense(lengths)
-    )
+    indices = flat(indices)
+    if indices.numel() and indices.stride(1) != 1:
+        indices = indices.contiguous()
+    lengths = None if lengths is None else lengths.contiguous()
+    step = rows.stride(0)
+    listed = RowsParams(rows, None, len(rows), 1, step, step, indices, lengths)
     return _attend(q, [listed], sink, scale, value_dim, empty_lse, batch_invariant, out, max_logits)
-
-
-def sparse_attention_fp8_quant(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    n_groups: int,
-    sink: Tensor | None = None,
-    scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
-    batch_invariant: bool = False,
-    plan: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See the contract. Rounded to q's dtype in between, as separate calls do."""
-    lists = _paged_lists(
-        (k_cache, layout, indices, lengths),
-        (extra_cache, extra_layout, extra_indices, extra_lengths),
-    )
-    native = device_facts.target_of(q.device).native_e4m3
-    to = QuantizedOut.allocate(q, positions, cos_sin_cache, native)
-    lse = scratch(tuple(q.shape[:2]), torch.float32, q.device)
-    attend(q, lists, sink, scale, batch_invariant, AttentionOut(to.codes, lse, quantized=to))
-    return to.results(n_groups)
-
-
-def _paged(cache: Tensor, layout_id: str, indices: Tensor, lengths: Tensor | None) -> Listed:
-    layout = get_layout(layout_id)
-    cache = pages_of(cache)
-    pages, entries, width = cache.shape
-    coded = None if isinstance(layout, PlainRowsLayout) else layout
-    return Listed(
-        cache, coded, pages, entries, cache.stride(0), width, _flat(indices), _dense(lengths)
-    )
-
-
-def _flat(indices: Tensor) -> Tensor:
-    indices = indices.squeeze(1) if indices.ndim == 3 else indices
-    return indices if indices.stride(1) == 1 or not indices.numel() else indices.contiguous()
-
-
-def _dense(lengths: Tensor | None) -> Tensor | None:
-    return None if lengths is None else lengths.contiguous()
 
 
 def _attend(
     q: Tensor,
-    lists: list[Listed],
+    lists: list[RowsParams],
     sink: Tensor | None,
     scale: float | None,
     values: int,
@@ -193,7 +144,7 @@ def _attend(
 
 @dataclasses.dataclass(frozen=True)
 class _Scan:
-    """What every launch of a call's decode kernel shares."""
+    """Arguments that all launches of one operation share."""
 
     sink: Tensor | None
     scale: float
@@ -204,13 +155,13 @@ class _Scan:
 
 def attend(
     q: Tensor,
-    lists: list[Listed],
+    lists: list[RowsParams],
     sink: Tensor | None,
     scale: float | None,
     batch_invariant: bool,
     to: AttentionOut,
 ) -> None:
-    """Attention over lists of rows; the arguments are the operation's."""
+    """Attend to lists of rows; the arguments are the operation's."""
     tokens, heads, channels = q.shape
     if not tokens or not heads:
         return
@@ -258,24 +209,24 @@ def attend(
         combine_float32(part, sums, sink, to.of(some))
 
 
-def _of(listed: Listed, tokens: slice) -> Listed:
+def _of(listed: RowsParams, tokens: slice) -> RowsParams:
     lengths = None if listed.lengths is None else listed.lengths[tokens]
     return dataclasses.replace(listed, indices=listed.indices[tokens], lengths=lengths)
 
 
 def _is_tailless(coded: PageLayout | None) -> bool:
-    """Whether rows are e4m3 codes, blocks of a scale each, and nothing else."""
+    """Return True if rows are e4m3 codes in blocks with a scale each, and nothing else."""
     return isinstance(coded, SplitFp8Layout) and coded.nope == coded.channels
 
 
-def _kind(listed: Listed) -> tuple[object, ...]:
+def _kind(listed: RowsParams) -> tuple[object, ...]:
     return listed.coded, listed.rows.dtype, listed.row_stride
 
 
 def _launch(
     scan: _Scan,
     q: Tensor,
-    lists: list[Listed],
+    lists: list[RowsParams],
     split: tuple[int, int, int],
     to: AttentionOut,
     part: Tensor,
@@ -313,13 +264,13 @@ def _launch(
     )  # fmt: skip
 
 
-def _far_reaching(listed: Listed) -> Listed:
+def _far_reaching(listed: RowsParams) -> RowsParams:
     rows, indices = far_reaching(listed.rows), far_reaching(listed.indices)
     return dataclasses.replace(listed, rows=rows, indices=indices)
 
 
-def _aligned(listed: Listed) -> bool:
-    """Whether coded rows begin at multiples of 8 bytes."""
+def _aligned(listed: RowsParams) -> bool:
+    """Return True if coded rows begin at multiples of 8 bytes."""
     return (listed.page_stride | listed.rows.data_ptr()) % 8 == 0
 
 
@@ -327,5 +278,5 @@ def _or(given: Tensor | None, other: Tensor) -> Tensor:
     return other if given is None else given
 
 
-def _limit(listed: Listed) -> int:
+def _limit(listed: RowsParams) -> int:
     return min(listed.pages * listed.entries, _LARGEST_INT32)

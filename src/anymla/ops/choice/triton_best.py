@@ -21,16 +21,16 @@ from anymla.ops.choice.config import ChoiceConfig, choose_config
 from anymla.ops.device import target_of
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
-# Most parts of a row in one warp; more would spill.
+# Largest number of a row's parts that one warp merges; more would spill.
 _PARTS_OF_A_WARP = 1024
 _NO_TOKEN = tl.constexpr(torch.iinfo(torch.int32).max)
 
 
 @triton.jit
 def largest(values, tokens, axis: tl.constexpr):
-    """The largest of some values and the lowest of its tokens; a NaN is larger than all.
+    """Return the largest value and the lowest of its tokens; a NaN is larger than all.
 
-    Tokens are of either type of integer, below the largest int32.
+    Tokens are of either integer type, below the largest int32.
     """
     is_nan = values != values
     numbers = tl.where(is_nan, float("-inf"), values)
@@ -43,8 +43,8 @@ def largest(values, tokens, axis: tl.constexpr):
 
 @triton.jit
 def log_sum_exp(values, best, axis: tl.constexpr):
-    """log(sum(exp(values))), given the largest."""
-    # Differences of infinities are no numbers.
+    """Compute log(sum(exp(values))) from the values and the largest of them."""
+    # A difference of infinities would be NaN.
     shift = tl.where(tl.abs(best) < float("inf"), best, 0.0)
     return shift + tl.log(tl.sum(tl.exp(values - shift), axis, keep_dims=True))
 
@@ -60,7 +60,7 @@ def chunk_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of a row; grid: chunks, rows."""
+    """Reduce one chunk of a row to a part; the grid is (chunks, rows)."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     if PDL:
@@ -93,9 +93,10 @@ def product_kernel(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of ROWS rows; grid: chunks, groups of rows. WIDE products are float32's.
+    """Reduce one chunk of ROWS rows to parts; the grid is (chunks, groups of rows).
 
-    16-bit weights are one tile, which is read before the rows of x are there.
+    WIDE products are computed in float32. 16-bit weights are one tile, which is loaded before the
+    rows of x are ready.
     """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -141,7 +142,7 @@ def merge_kernel(
     CHUNKS_2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of all chunks."""
+    """Merge the parts of one row."""
     row = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS_2)
     part = row * CHUNKS + chunk

@@ -1,6 +1,6 @@
 """Greedy choice over ranks in Triton, where each rank has a part of the vocabulary's logits.
 
-Grid: rows. A row's value, token and log-sum of exponentials are words of one exchange.
+The grid is rows. A row's value, token and log-sum of exponentials are words of one exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS = 4
 
 @triton.jit
 def _sent(value, BLANK: tl.constexpr):
-    """A float32 number's word, which is never blank."""
+    """Return a float32 number's bits as a word that is never blank."""
     word = value.to(tl.int32, bitcast=True)
     return tl.where(word == BLANK, 0, word)
 
@@ -53,7 +53,7 @@ def ranks_best_kernel(
     WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's best token of the whole vocabulary, or ``vocab``, and its log-probability."""
+    """Choose a row's best token of the whole vocabulary, or ``vocab``, and its log-probability."""
     row = tl.program_id(0)
     place = tl.arange(0, WORDS)
     inboxes = load_inboxes(addresses, RANKS)

@@ -15,14 +15,14 @@ _SHORT_TILE = 16
 # pool _POOL_CHANNELS channels each in tiles of _LONG_TILE states, and another kernel stores
 # entries.
 _LONG_WINDOW, _LONG_TILE, _POOL_CHANNELS = 64, 128, 32
-# Most tokens for which each has its own CTA: they belong to different requests, and any may close a
-# window.
+# Largest number of tokens for which each has its own CTA: they belong to different requests, and
+# any may close a window.
 MOST_CTA_PER_TOKEN = 256
 # With more tokens, how many one CTA searches for those that close a long window; 64 or 128 take the
 # same time.
 _MOST_BLOCK_T = 32
-# Most tokens for which CTAs of one warp use PDL: three in four find nothing to do, and each wait
-# costs time. Index entries of 32,768 tokens take 42 us with PDL and 27 without.
+# Largest number of tokens for which CTAs of one warp use PDL: three in four find nothing to do, and
+# each wait costs time. Index entries of 32,768 tokens take 42 us with PDL and 27 without.
 MOST_PDL = 8192
 # Values and scores in a tile of the kernel that saves states.
 _SAVE_TILE = 2048
@@ -30,7 +30,7 @@ _SAVE_TILE = 2048
 # State elements that torch gathers at a time: 4 MiB of float32 on the host, 256 MiB elsewhere.
 HOST_ELEMENTS = 1 << 20
 DEVICE_ELEMENTS = 1 << 26
-# Most tokens that the host saves one by one.
+# Largest number of tokens that the host saves one by one.
 FEW_HOST_TOKENS = 4
 
 

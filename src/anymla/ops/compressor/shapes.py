@@ -37,5 +37,5 @@ SHAPES = (V4_RATIO4, V4_RATIO128, V4_INDEX)
 # DeepSeek-V4.1's layers of ratio 2, which project index keys from entries; pages of 8 states.
 V41_RATIO2 = Window(2, False, 512, 8)
 ROPE_DIM = 64
-# Token numbers of a step, on both sides of every threshold of ``config``.
+# Numbers of tokens in a step, on both sides of every threshold of ``config``.
 TOKENS = (1, MOST_CTA_PER_TOKEN, MOST_CTA_PER_TOKEN + 1, MOST_PDL, MOST_PDL + 1)

@@ -76,10 +76,10 @@ def compress_kernel(
     HADAMARD_LOG: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Entries of the CTA's tokens; the state's page stride in elements, the cache's in bytes.
+    """Compute and store the entries of the CTA's tokens.
 
-    ``capacity`` is in slots. The windows are pooled here if there is no ``pooled``. HADAMARD_LOG is
-    the transform's log2, or 0 for none.
+    The state's page stride is in elements, the cache's in bytes, and ``capacity`` in slots. Windows
+    are pooled here if there is no ``pooled``. HADAMARD_LOG is the transform's log2, or 0 for none.
     """
     WIDTH: tl.constexpr = getattr(CODEC, "channels")
     RATIO: tl.constexpr = getattr(WINDOW, "ratio")

@@ -43,13 +43,13 @@ def norm_kernel(
     BLOCK_STATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token's row of ``out`` [T, D]; ``capacity`` is in slots of states."""
+    """Compute a token's row of ``out`` [T, D]; ``capacity`` is in slots of states."""
     WIDTH: tl.constexpr = getattr(WINDOW, "channels")
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    # An entry that is not stored has no slot: that of its state stands for it.
+    # Entries are not stored and have no slots; the slots of their states stand for them.
     closes = closing_tokens(
         state_slots,
         token_to_req,

@@ -44,7 +44,7 @@ def save_partial_states_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store ``count`` rows; strides in elements, capacity in slots."""
+    """Store ``count`` rows; strides are in elements, and capacity is in slots."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -58,7 +58,7 @@ def save_partial_states_kernel(
     value = tl.load(at, mask=mask, other=0.0)
     at = score + row[:, None] * score_row_stride + (channel * score_column_stride)[None, :]
     logit = tl.load(at, mask=mask, other=0.0)
-    # Of a negative position too the modulus is not negative.
+    # Make the modulus of a negative position positive too.
     within = (position % RATIO + RATIO) % RATIO
     at = ape + within[:, None] * ape_row_stride + (channel * ape_column_stride)[None, :]
     logit += tl.load(at, mask=mask, other=0.0)

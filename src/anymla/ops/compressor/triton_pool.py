@@ -35,7 +35,7 @@ def closing_tokens(
     WINDOW: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Mask [BLOCK_T] of the CTA's tokens that close a window whose entry is to be stored."""
+    """Return a mask [BLOCK_T] of the tokens that close a window whose entry is to be stored."""
     RATIO: tl.constexpr = getattr(WINDOW, "ratio")
     PAGE_SIZE: tl.constexpr = getattr(WINDOW, "page_size")
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -52,7 +52,7 @@ def closing_tokens(
 
 @triton.jit
 def next_token(closes, last, BLOCK_T: tl.constexpr):
-    """Place of the first token of ``closes`` [BLOCK_T] after place ``last``."""
+    """Return the place of the first token of ``closes`` [BLOCK_T] after place ``last``."""
     place = tl.arange(0, BLOCK_T)
     return tl.min(tl.where(closes & (place > last), place, BLOCK_T), 0)
 
@@ -67,7 +67,10 @@ def _state_pages(
     WINDOW: tl.constexpr,
     BLOCK_STATES: tl.constexpr,
 ):
-    """Pages of states ``start`` .. of the window up to ``position``, and which are there."""
+    """Load the pages of states from ``start`` on of the window up to ``position``, and a mask.
+
+    The mask is True for states that exist.
+    """
     STATES: tl.constexpr = getattr(WINDOW, "states")
     PAGE_SIZE: tl.constexpr = getattr(WINDOW, "page_size")
     term = start + tl.arange(0, BLOCK_STATES)
@@ -110,13 +113,14 @@ def pool_window(
         term = start + tl.arange(0, BLOCK_STATES)
         entry = (position - (STATES - 1) + term) % PAGE_SIZE
         at = state + page.to(tl.int64) * page_stride + entry * (2 * WIDTH)
-        # With overlap the states of the window before give their channels for the next window.
+        # With overlap, states of the previous window give the channels that they hold for the next
+        # window.
         own = tl.where(term < STATES - RATIO, 0, WIDTH - CHANNELS)
         at = (at + own)[:, None] + channel[None, :]
         score = tl.load(at + WIDTH, mask=there[:, None], other=float("-inf"))
         value = tl.load(at, mask=there[:, None], other=0.0)
         higher = tl.maximum(top, tl.max(score, 0))
-        # Without a finite score yet every weight is 0, not exp(-inf + inf).
+        # While there is no finite score, every weight is 0 rather than exp(-inf + inf).
         origin = tl.where(higher == float("-inf"), 0.0, higher)
         kept = tl.exp(top - origin)
         weight = tl.exp(score - origin[None, :])
@@ -135,7 +139,7 @@ def count_states(
     WINDOW: tl.constexpr,
     BLOCK_STATES: tl.constexpr,
 ):
-    """How many of the window's states are there."""
+    """Count the window's states that exist."""
     STATES: tl.constexpr = getattr(WINDOW, "states")
     found = 0
     for start in range(0, STATES, BLOCK_STATES):
@@ -168,7 +172,7 @@ def pool_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A slice of channels of the windows that the CTA's tokens close, to rows of ``pooled``."""
+    """Pool a slice of channels of the windows that a CTA's tokens close to rows of ``pooled``."""
     CHANNELS: tl.constexpr = getattr(WINDOW, "channels")
     if PDL:
         gdc_wait()

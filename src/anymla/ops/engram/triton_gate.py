@@ -1,8 +1,8 @@
 """Engram's gate in Triton: add the value to the streams, as much as each agrees with its key.
 
-Grid: streams, then tokens: neighbouring CTAs read the same token's value, which all but the first
-find in the L2 cache. Loads of stream, key and value are all issued before the first is used, and
-the values stay in registers, so everything is read and written once. (CTAs of 2, 4, 8 and 16
+The grid is (streams, tokens): neighbouring CTAs read the same token's value, which all but the
+first find in the L2 cache. Loads of stream, key and value are all issued before the first is used,
+and the values stay in registers, so everything is read and written once. (CTAs of 2, 4, 8 and 16
 tokens, which keep the weights, take 1 to 8 % longer for 4,096 tokens of V4.1-Flash on an H100.)
 """
 
@@ -25,7 +25,7 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 @triton.jit
 def _load_chunks(row, D: tl.constexpr, WIDTH: tl.constexpr):
-    """A row's D channels as tiles of WIDTH."""
+    """Load a row's D channels as tiles of WIDTH."""
     chunks = ()
     for first in tl.static_range(0, D, WIDTH):
         at = first + tl.arange(0, WIDTH)
@@ -53,7 +53,7 @@ def engram_gate_kernel(
     LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One stream of a token; strides are those of h."""
+    """Compute one stream of a token; strides are those of h."""
     stream = tl.program_id(0) % N
     row = (tl.program_id(0) // N).to(tl.int64)
     weights = _load_chunks(weight + stream * D, D, WIDTH)
@@ -75,7 +75,7 @@ def engram_gate_kernel(
     dot = tl.sum(products, 0) * (D**-0.5)
     dot = dot * _inverse_rms(state_squares, eps, D) * _inverse_rms(key_squares, eps, D)
     size = tl.abs(dot)
-    # A NaN is not below anything, and stays one.
+    # A NaN is not below LEAST, so it stays NaN.
     root = tl.sqrt(tl.where(size < LEAST, LEAST, size))
     gate = tl.sigmoid(tl.where(dot < 0, -root, root))
     target = out + row * (N * D) + stream * D

@@ -32,7 +32,7 @@ def engram_rows_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCKS blocks of BLOCK channels that share a scale, held as BLOCK_HELD."""
+    """Decode BLOCKS blocks of BLOCK channels that share a scale, each held as BLOCK_HELD."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -14,15 +14,16 @@ from anymla.ops.device import Target, target_of
 from anymla.ops.pdl import target_has_pdl
 
 ROWS = 16
-# Most tokens with slices narrower than the widest and one chunk of channels in a large tile.
+# Largest number of tokens with slices narrower than the widest and one chunk of channels in a large
+# tile.
 MOST_NARROW_TOKENS = 128
 # Channels of a slice for one block of tokens, for a few, for many. Few blocks need many slices.
 SLICES = (32, 128, 512)
 _CHANNELS = 32
 # Fewest tokens for which a CTA computes the gates of several tokens.
 MANY_TOKENS = 513
-# Most tokens for which the CTAs of two kernels fit beside each other. With more, CTAs of a kernel
-# that PDL launches at once would be stacked on the SMs that have space left.
+# Largest number of tokens for which the CTAs of two kernels fit beside each other. With more, CTAs
+# of a kernel that PDL launches at once would be stacked on the SMs that have space left.
 TOGETHER = 64
 # Number of tokens whose gates one CTA computes, if there are many.
 TOGETHER_MANY = 128

@@ -16,9 +16,9 @@ from anymla.ops._check import wide_dtype
 from anymla.ops._quantized import fill_codes
 from anymla.ops.hyper_connection.reference import post_then_pre
 
-# Most tokens whose gates are computed in Python. A site has some sixty numbers a token, for which a
-# library call costs more than its arithmetic: on one core, a token's gates take 35 us in Python and
-# 100 us as torch calls. Python's float64 is also more exact.
+# Largest number of tokens whose gates are computed in Python. A site has some sixty numbers a
+# token, for which a library call costs more than its arithmetic: on one core, a token's gates take
+# 35 us in Python and 100 us as torch calls. Python's float64 is also more exact.
 _MOST_PYTHON_TOKENS = 2
 _STREAMS = 4
 _LOWEST_LOGIT = -700.0  # exp(700) is finite, and below this the sigmoid is 0 in every dtype

@@ -1,7 +1,7 @@
 """Collapse of the streams to one, y = sum_i pre_i h_i, in Triton, with an RMSNorm after it.
 
-Grid: with GATES, CTAs for the tokens' other gates; and one CTA for each token's y, the last token
-first, since what the kernel before wrote last is still cached.
+The grid has one CTA for each token's y, the last token first, since the values that the previous
+kernel wrote last are still cached. With GATES, further CTAs compute the tokens' other gates.
 
     COLUMNS of each of the N streams -> y, and its codes; all of D at once up to 8192 channels
 
@@ -73,7 +73,7 @@ class Collapsed(NamedTuple):
 
 @triton.jit
 def load_channels(h, first, stream_stride, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """Channels first..first + C of the N streams."""
+    """Load channels first .. first + C of the N streams."""
     d = first + tl.arange(0, C)
     streams = ()
     for i in tl.static_range(N):
@@ -83,14 +83,14 @@ def load_channels(h, first, stream_stride, N: tl.constexpr, D: tl.constexpr, C: 
 
 @triton.jit
 def load_norm_weight(weight, first, D: tl.constexpr, C: tl.constexpr):
-    """Channels of the norm's weight."""
+    """Load channels of the norm's weight."""
     d = first + tl.arange(0, C)
     return tl.load(weight + d, d < D, other=0.0)
 
 
 @triton.jit
 def _collapsed(streams, pre, N: tl.constexpr):
-    """The streams' weighted sum, rounded to their dtype."""
+    """Return the streams' weighted sum, rounded to their dtype."""
     total = pre[0] * streams[0].to(tl.float32)
     for i in tl.static_range(1, N):
         total += pre[i] * streams[i].to(tl.float32)
@@ -102,7 +102,7 @@ def _store_normed(
     y, out, weight, codes, code_scales, block_stride, first, inverse,
     D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store C channels of y, normed if there is a weight, and what they are quantised."""
+    """Store C channels of y, normed if there is a weight, and their codes if there are codes."""
     d = first + tl.arange(0, C)
     if weight is not None:
         y = (widen(y) * inverse * weight.to(tl.float32)).to(y.dtype)
@@ -117,7 +117,7 @@ def store_collapsed(
     N: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, FLOOR: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A token's y through its gates, normed if there is a weight, and its codes.
+    """Store a token's y through its gates, normed if there is a weight, and its codes.
 
     With COLUMNS >= D the streams are ``loaded`` already; else they are read twice.
     """
@@ -179,7 +179,7 @@ def collapse_token(
         )  # fmt: skip
     loaded = None
     if COLUMNS >= D:
-        # Under way while the gates are finished.
+        # Start these loads before the gates are finished.
         loaded = load_channels(h, 0, stream_stride, N, D, COLUMNS)
     if MANY:
         square = places[N]
@@ -205,7 +205,7 @@ def finish_gates(
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr, SLICES: tl.constexpr,
     LANES: tl.constexpr, TOGETHER: tl.constexpr, LAUNCH_LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pre if asked for, post and comb of a token, or of TOGETHER tokens side by side."""
+    """Compute post, comb and, if given, pre of a token or of TOGETHER tokens side by side."""
     of_pre = None
     if pre is not None:
         of_pre = load_constants(site, 0, 0, N)
@@ -282,7 +282,7 @@ def collapse_kernel(
     LAUNCH_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tokens' other gates with GATES, or a token's y, normalised if there is a norm_weight.
+    """Compute tokens' other gates with GATES, or a token's y, normed if there is a norm_weight.
 
     With LAUNCH_LATE, dependents are launched (PDL) when this kernel has ended.
     """

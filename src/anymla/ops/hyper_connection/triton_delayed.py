@@ -3,7 +3,7 @@
     gates           a CTA for each token, or TOGETHER tokens: partial mixes -> pre, post, comb
     collapse_known  a CTA for each token: y = sum_i pre_i h_i, with an RMSNorm after it
 
-The two are independent, since a site reads the streams through the gates of the site before.
+The two are independent, since a site reads the streams through the gates of the previous site.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def gates_kernel(
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The gates of a token, or of TOGETHER tokens side by side."""
+    """Compute the gates of a token, or of TOGETHER tokens side by side."""
     finish_gates(
         PartialMixes(partial, partial_token, partial_slice, partial_mix),
         Site(base, scale, norm_eps, hc_eps), pre, post, comb, tokens, iters,
@@ -155,7 +155,7 @@ def collapse_known_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token's y, normalised if there is a norm_weight."""
+    """Compute a token's y, normed if there is a norm_weight."""
     row = tl.program_id(0).to(tl.int64)
     weight = norm_weight
     if norm_weight is not None:

@@ -1,6 +1,7 @@
 """Expansion of a sublayer's output into the streams, in Triton.
 
-Grid: (blocks of ROWS tokens, blocks of COLUMNS channels); every value is read and written once.
+The grid is (blocks of ROWS tokens, blocks of COLUMNS channels); every value is read and written
+once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def expand_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of channels in all N streams; strides are those of h."""
+    """Compute a tile of channels in all N streams; strides are those of h."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -66,7 +66,7 @@ class Streams(NamedTuple):
 
 @triton.jit
 def load_columns(table, rows, inside, COUNT: tl.constexpr):
-    """The first COUNT columns of rows [n] of a [T, COUNT] table, as COUNT vectors [n]."""
+    """Load the first COUNT columns of rows [n] of a [T, COUNT] table as COUNT vectors [n]."""
     columns = ()
     for i in tl.static_range(COUNT):
         columns += (tl.load(table + rows * COUNT + i, mask=inside, other=0.0),)
@@ -82,7 +82,7 @@ def store_columns(table, rows, inside, columns, COUNT: tl.constexpr):
 
 @triton.jit
 def load_constants(site, PART: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """A part's scale (0 pre, 1 post, 2 comb), and COUNT of the bases, from FIRST on; scalars."""
+    """Load a part's scale (0 pre, 1 post, 2 comb), and COUNT bases from FIRST on, as scalars."""
     bases = ()
     for i in tl.static_range(COUNT):
         bases += (tl.load(site.base + FIRST + i),)
@@ -94,7 +94,7 @@ def place_sums(
     partial, slice_stride, mix_stride, MIXES: tl.constexpr, COUNT: tl.constexpr,
     SLICES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The sums over slices of a token's first COUNT mixes, and of its squares; scalars."""
+    """Sum a token's first COUNT mixes, and its squares, over slices; return scalars."""
     slice = tl.arange(0, LANES)
     found = ()
     for i in tl.static_range(COUNT + 1):
@@ -109,7 +109,7 @@ def place_sums(
 
 @triton.jit
 def slice_sums(partial, SLICES: tl.constexpr, LANES: tl.constexpr, P: tl.constexpr):
-    """The sums of a token's mixes, and after them of its squares: a vector [P]."""
+    """Sum a token's mixes, and after them its squares, over slices; return a vector [P]."""
     mix = tl.arange(0, P)
     total = tl.zeros((P,), tl.float32)
     for first in tl.static_range(0, SLICES, LANES):
@@ -121,13 +121,13 @@ def slice_sums(partial, SLICES: tl.constexpr, LANES: tl.constexpr, P: tl.constex
 
 @triton.jit
 def entry(vector, place, P: tl.constexpr):
-    """The scalar at a place of a vector [P]."""
+    """Return the scalar at a place of a vector [P]."""
     return tl.sum(tl.where(tl.arange(0, P) == place, vector, 0.0), 0)
 
 
 @triton.jit
 def entries(vector, FIRST: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr):
-    """COUNT scalars of a vector [P], from FIRST on."""
+    """Return COUNT scalars of a vector [P], from FIRST on."""
     found = ()
     for i in tl.static_range(COUNT):
         found += (entry(vector, FIRST + i, P),)
@@ -136,7 +136,7 @@ def entries(vector, FIRST: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def pre_gates(mixes, constants, hc_eps, N: tl.constexpr):
-    """N gates that collapse the streams."""
+    """Compute the N gates that collapse the streams."""
     gates = ()
     for i in tl.static_range(N):
         gates += (tl.sigmoid(mixes[i] * constants[0] + constants[1][i]) + hc_eps,)
@@ -145,7 +145,7 @@ def pre_gates(mixes, constants, hc_eps, N: tl.constexpr):
 
 @triton.jit
 def post_gates(mixes, constants, N: tl.constexpr):
-    """N gates of what a sublayer returns."""
+    """Compute the N gates of a sublayer's output."""
     gates = ()
     for i in tl.static_range(N):
         gates += (2.0 * tl.sigmoid(mixes[i] * constants[0] + constants[1][i]),)
@@ -154,7 +154,7 @@ def post_gates(mixes, constants, N: tl.constexpr):
 
 @triton.jit
 def comb_gates(mixes, constants, hc_eps, iters, N: tl.constexpr):
-    """N x N gates of the streams."""
+    """Compute the N x N gates that mix the streams."""
     comb = ()
     for i in tl.static_range(N):
         logits = ()
@@ -170,14 +170,14 @@ def comb_gates(mixes, constants, hc_eps, iters, N: tl.constexpr):
 
 @triton.jit
 def _inverse(x):
-    """1 / x of a positive x: division checks for ranges that do not occur here."""
+    """Return 1 / x of a positive x: a division would check for ranges that do not occur here."""
     root = tl.rsqrt(x)
     return root * root
 
 
 @triton.jit
 def _sum(values, FIRST: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):
-    """The sum of N of the values, those at even places and at odd ones apart."""
+    """Sum N of the values, adding those at even and at odd places separately."""
     total = values[FIRST]
     for i in tl.static_range(2, N, 2):
         total += values[FIRST + i * STEP]
@@ -231,7 +231,7 @@ def lane_sums(
     partial, rows, inside, inverse,
     FIRST: tl.constexpr, COUNT: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """COUNT mixes, from FIRST on, of tokens ``rows``, times ``inverse``: vectors."""
+    """Sum COUNT mixes from FIRST on of tokens ``rows``, times ``inverse``; return vectors."""
     mixes = ()
     first = partial.sums + rows * partial.token_stride
     for i in tl.static_range(COUNT):
@@ -245,7 +245,7 @@ def lane_sums(
 
 @triton.jit
 def load_streams(h, rows, d, mask, token_stride, stream_stride, N: tl.constexpr):
-    """Channels d [c] of the N streams of tokens rows [r]: N tiles [r, c] as stored."""
+    """Load channels d [c] of the N streams of tokens rows [r]: N tiles [r, c] as stored."""
     at = (rows * token_stride)[:, None] + d[None, :]
     streams = ()
     for i in tl.static_range(N):
@@ -255,7 +255,7 @@ def load_streams(h, rows, d, mask, token_stride, stream_stride, N: tl.constexpr)
 
 @triton.jit
 def expand(u, streams, post, comb, N: tl.constexpr):
-    """h'_j = post_j u + sum_i comb_ij h_i of tiles [r, c], rounded once to their dtype."""
+    """Compute h'_j = post_j u + sum_i comb_ij h_i of tiles [r, c], rounded once to their dtype."""
     wide = u.to(tl.float32)
     expanded = ()
     for j in tl.static_range(N):

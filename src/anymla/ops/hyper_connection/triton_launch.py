@@ -1,10 +1,11 @@
 """Launch of hyper-connection sites in Triton: two launches, up to four for many tokens.
 
-    mix       slices of D: h' (if a site is left before) and its partial mixes
-    collapse  tokens: y or RMSNorm(y), and the other gates in CTAs beside it
+    mix       by slices of D: h' (if the previous site is left) and its partial mixes
+    collapse  by tokens: y or RMSNorm(y), and the other gates in CTAs beside it
 
-A token's gates depend on its whole row, so a single launch would need one CTA a token. That is slow
-for few tokens, as one SM would read all weights, and reads the weights once a token for many.
+A token's gates depend on its whole row, so a single launch would need one CTA per token. That would
+be slow for few tokens, as one SM would read all weights, and would read the weights once per token
+for many.
 """
 
 from __future__ import annotations

@@ -1,28 +1,28 @@
 """The 2N + N^2 mixes of a site in Triton: streams times weights, and the streams' squared sum.
 
 Every mix depends on all N D channels of a token, and the weights (1.5 MiB for D = 4096) are needed
-for every token. So a CTA takes some tokens and a slice of D, and its sums are added up later:
-tokens share the weights that they read, and even one token keeps many CTAs busy.
+for every token. So a CTA takes some tokens and a slice of D, and a later kernel adds up its sums.
+In this way tokens share the weights that they read, and even one token keeps many CTAs busy.
 
 Grid: (blocks of tokens, slices of D).
 
             D ->  | slice | slice | ...
     ROWS tokens   |  N streams of ROWS x SLICE, in chunks of COLUMNS -> partial [T, slices, P]
 
-With EXPAND, the CTA first leaves the site before: it computes the N streams h' of its slice from u,
-h and that site's gates, stores them, and continues with the rounded values. Four streams form one
-operand, side by side, and pass ``_materialized`` first. Otherwise the compiler would compute them
-twice, in the layout of the store and in that of the product, and convert every gate between the
-two.
+With EXPAND, the CTA first completes the previous site: it computes the N streams h' of its slice
+from u, h and that site's gates, stores them, and continues with the rounded values. Four streams
+form one operand, side by side, and pass ``_materialized`` first. Otherwise the compiler would
+compute them twice, in the layout of the store and in that of the product, and convert every gate
+between the two.
 
-If a slice is one chunk, its weights are loading before the CTA waits for the kernel before. With
-DIRECT, streams are multiplied from the registers that they were loaded to:
+If a slice is one chunk, its weights are loading before the CTA waits for the previous kernel. With
+DIRECT, streams are multiplied from the registers into which they were loaded:
 
 A warp loads rows of 32 channels of bfloat16, eight channels to a thread and four threads to a row:
 eight rows at a time, and then eight more. The matrix instruction expects the same thread to have
 the same rows, but pairs of channels, and the thread's eight channels are four such pairs. So
 channels and tokens are renumbered until both layouts agree; the weights follow their channels, and
-results are where their tokens are. Nothing is moved through shared memory, and there is no barrier.
+the results follow their tokens. Nothing moves through shared memory, and there is no barrier.
 
     loaded      row  p * 8 W + w * 8 + g      channel  8 t + 4 s + 2 f + e
     multiplied  row  16 w + 8 p + g           channel  16 s + 8 f + 2 t + e
@@ -64,7 +64,7 @@ CHANNELS = 32
 
 @triton.jit
 def fragments(a, b, c, d, WARPS: tl.constexpr):
-    """Channels [16 WARPS, 32] of four streams side by side, [16 WARPS, 128]."""
+    """Arrange channels [16 WARPS, 32] of four streams side by side, [16 WARPS, 128]."""
     x = tl.join(tl.join(a, b), tl.join(c, d))
     x = tl.reshape(x, (2, WARPS, 8, 4, 2, 2, 2, 2, 2))  # p, w, g, t, s, f, e, and two of streams
     x = tl.permute(x, (1, 0, 2, 8, 7, 4, 5, 3, 6))
@@ -73,7 +73,7 @@ def fragments(a, b, c, d, WARPS: tl.constexpr):
 
 @triton.jit
 def in_order(weights):
-    """Weights [P, 128] of 32 channels of four streams, in the order of ``fragments``."""
+    """Put weights [P, 128] of 32 channels of four streams into the order of ``fragments``."""
     P: tl.constexpr = weights.shape[0]
     x = tl.reshape(weights, (P, 4, 4, 2, 2, 2))  # stream, t, s, f, e
     return tl.reshape(tl.permute(x, (0, 1, 3, 4, 2, 5)), (P, 128))
@@ -81,7 +81,7 @@ def in_order(weights):
 
 @triton.jit
 def loaded_rows(WARPS: tl.constexpr):
-    """Which of the rows loaded are the rows of a product of ``fragments``, [16 WARPS]."""
+    """Return the loaded row for each row of a product of ``fragments``, [16 WARPS]."""
     row = tl.arange(0, 16 * WARPS)
     return row // 16 * 8 + row % 16 // 8 * (8 * WARPS) + row % 8
 
@@ -91,9 +91,9 @@ def _load_weights(
     fn, first, STREAM: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     MIXES: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of COLUMNS channels of COUNT streams side by side, [P, COUNT COLUMNS].
+    """Load weights of COLUMNS channels of COUNT streams side by side, [P, COUNT COLUMNS].
 
-    One load, so that none waits for another to be moved to where it is multiplied.
+    This is one load, so that no load waits for another's result to be moved to the product.
     """
     mix = tl.arange(0, P)
     place = tl.arange(0, COUNT * COLUMNS)
@@ -104,14 +104,14 @@ def _load_weights(
 
 @triton.jit
 def _joined(a, b, c, d):
-    """Four tiles [r, c] side by side, [r, 4 c]."""
+    """Arrange four tiles [r, c] side by side, [r, 4 c]."""
     together = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 3, 2, 1))
     return tl.reshape(together, (a.shape[0], 4 * a.shape[1]))
 
 
 @triton.jit
 def _materialized(x):
-    """What is given, in one layout: the compiler carries none through a sum, even of one."""
+    """Give x one layout: the compiler carries no layout through a sum, even a sum of one."""
     return tl.sum(tl.reshape(x.to(tl.float32), (1, x.shape[0], x.shape[1])), 0).to(x.dtype)
 
 
@@ -121,7 +121,10 @@ def _load_chunk(
     N: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EXPAND: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS channels of the streams; with EXPAND of those that replace them. WIDE: as float32."""
+    """Load COLUMNS channels of the streams, or with EXPAND compute the streams that replace them.
+
+    WIDE returns them as float32.
+    """
     d = first + tl.arange(0, COLUMNS)
     mask = inside[:, None] & (d < D)[None, :]
     streams = load_streams(h, rows, d, mask, token_stride, stream_stride, N)
@@ -142,7 +145,7 @@ def _add_chunk(
     N: tl.constexpr, D: tl.constexpr, MIXES: tl.constexpr, P: tl.constexpr,
     COLUMNS: tl.constexpr, JOINED: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """Add what COLUMNS channels of the streams are worth, and store them to ``out`` if given."""
+    """Add products and squares of COLUMNS channels of the streams; store the streams if ``out``."""
     d = first + tl.arange(0, COLUMNS)
     mask = inside[:, None] & (d < D)[None, :]
     for j in tl.static_range(N):
@@ -193,7 +196,7 @@ def mix_kernel(
     LAUNCH_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of tokens and a slice of D: partial mixes, and with EXPAND the streams.
+    """Compute partial mixes of a block of tokens and a slice of D, and with EXPAND the streams.
 
     With LAUNCH_LATE, its dependents are launched (PDL) when only the mixes are left to store.
     """
@@ -225,7 +228,8 @@ def mix_kernel(
             N, D, MIXES, P, COLUMNS, JOINED, DIRECT,
         )  # fmt: skip
     else:
-        # A number of chunks that the compiler knew would be unrolled, at the price of spills.
+        # If the compiler knew the number of chunks, it would unroll the loop, at the price of
+        # spills.
         for chunk in range(chunks):
             at = first + chunk * COLUMNS
             of_chunk = fn

@@ -1,9 +1,9 @@
 """The mixes of a site for many tokens in Triton: bfloat16 streams times weights in three planes.
 
-Differs from ``triton_mix`` in that operands go from shared memory to the tensor cores unconverted:
-a kernel before splits the float32 weights into three bfloat16 planes that sum to them. Streams that
-leave a site are computed and stored by ``triton_expand`` before: one kernel for both is slower on
-an H200 (131 to 174 us for 4,096 tokens, where two kernels take 127).
+Unlike in ``triton_mix``, operands go from shared memory to the tensor cores unconverted: an earlier
+kernel splits the float32 weights into three bfloat16 planes that sum to them. ``triton_expand``
+computes and stores the streams that leave the previous site beforehand: one kernel for both is
+slower on an H200 (131 to 174 us for 4,096 tokens, where two kernels take 127).
 
 Grid: (blocks of tokens, slices of D).
 
@@ -11,8 +11,8 @@ Grid: (blocks of tokens, slices of D).
     ROWS tokens   |  N streams of ROWS x SLICE times 3 planes, in chunks -> partial [slice, P, T]
 
 A step's sums are added to the total with rounding, see ``formats.triton_dot``. Each step waits for
-its products; otherwise Triton 3.6 refills a buffer that is still being multiplied from. Streams are
-read from there again for their squares; each thread sums its own.
+its products; otherwise Triton 3.6 refills a buffer that is still an operand. Streams are read from
+there again for their squares; each thread sums its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def split_kernel(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SPLIT weights of a mix -> three of planes [3, P, WIDTH]; mixes beyond MIXES are zeros."""
+    """Split SPLIT weights of a mix into three planes [3, P, WIDTH]; zeros beyond MIXES."""
     mix = tl.program_id(0)
     at = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     weights = tl.load(fn + mix * WIDTH + at, at < tl.where(mix < MIXES, WIDTH, 0), other=0.0)
@@ -62,7 +62,7 @@ def split_kernel(
 
 @triton.jit
 def _load_plane(planes, plane, stream, d, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Channels d [c] of a stream's weights in one plane, [c, P]."""
+    """Load channels d [c] of a stream's weights in one plane, [c, P]."""
     mix = tl.arange(0, P)
     at = planes + plane * (P * N * D) + (mix * (N * D) + stream * D)[None, :] + d[:, None]
     return tl.load(at, (d < D)[:, None], other=0.0)
@@ -86,7 +86,10 @@ def many_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of tokens and a slice of D: partial mixes and squares; strides are those of h."""
+    """Compute partial mixes and squares of a block of tokens and a slice of D.
+
+    Strides are those of h.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -1,14 +1,14 @@
 """Index scores on Hopper: 64 heads of FP8 queries against pages of 64 FP8 keys.
 
-Grid: (CTAs, splits of the context). CTAs are persistent: a work item is a token or a pair of
+The grid is (CTAs, splits of the context). CTAs are persistent: a work item is a token or a pair of
 neighbouring tokens, and a CTA takes every n-th item. It keeps its item's queries in shared memory,
-[ROWS x 64 heads, 128], meanwhile loads the next item's, and passes over the pages that the tokens
-see. Tokens of two requests take one request's pages after the other's.
+[ROWS x 64 heads, 128], loads the next item's meanwhile, and passes over the pages that the tokens
+see. If two tokens belong to different requests, it takes one request's pages after the other's.
 
-    2 producer warps         every second tile each: TMA, pages -> STAGES tiles in shared memory,
-                             keys [64, 128] and 64 scales; 24 registers. The first also loads
-                             queries.
-    2 consumer warpgroups    the same tiles: wgmma keys . queries, relu, weights, sums
+    2 producer warps         each loads every second tile by TMA, from pages to STAGES tiles in
+                             shared memory, keys [64, 128] and 64 scales; 24 registers. The first
+                             also loads queries.
+    2 consumer warpgroups    each computes the same tiles: wgmma keys . queries, relu, weights, sums
 
 Barriers: full[stage] from producer to consumer, managed by Gluon, and empty[stage] from consumer to
 producer, in shared memory that the kernel manages itself. With OVERLAP, a tile's products run while
@@ -61,9 +61,9 @@ _P = gl.constexpr(PAGE)
 _C = gl.constexpr(CONSUMERS)
 _G = gl.constexpr(GROUP)
 _PAGES_CHECKED = gl.constexpr(512)  # page ids that are checked together
-_NAN_KEY = gl.constexpr(0x7F800001)  # as in triton_topk
+_NAN_KEY = gl.constexpr(0x7F800001)  # ordered integer of NaN, as in triton_topk
 _KEEP_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
-# Renamed after Triton 3.6.
+# Triton 3.6 has the function's old name.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Shared memory that the kernel manages itself. With it, warps of a warpgroup need not wait for each
@@ -186,7 +186,7 @@ class TileRange:
 
 @gluon.jit
 def _bounds(rows, row):
-    """Request and entries [start, end) of a row that is scored; (0, 0) of any other."""
+    """Return request and entries [start, end) of a row that is scored; (0, 0) for any other row."""
     live = row < rows.rows
     if rows.row_requests is None:
         request = (rows.first_row + row) // rows.per_request
@@ -202,7 +202,7 @@ def _bounds(rows, row):
 
 @gluon.jit
 def _tile_range(rows, item, ROWS: gl.constexpr):
-    """The tiles of this CTA for the ``item``-th row, or pair of rows."""
+    """Return this CTA's tiles for the ``item``-th row, or pair of rows."""
     row = item * ROWS
     q0, s0, e0 = _bounds(rows, row)
     q1, s1, e1, shared = q0, s0, e0, e0 > 0
@@ -224,7 +224,7 @@ def _tile_range(rows, item, ROWS: gl.constexpr):
 
 @gluon.jit
 def _page_of(rows, work, tile):
-    """Page id of a tile, -1 past the last, and its first entry."""
+    """Return a tile's page id, -1 past the last tile, and the tile's first entry."""
     tiles = work.tiles0 + work.tiles1
     second = tile >= work.tiles0
     request = gl.where(second, work.q1, work.q0)
@@ -240,9 +240,10 @@ def _page_of(rows, work, tile):
 
 @gluon.jit
 def _first_page_of(rows, work, item, tile, ROWS: gl.constexpr):
-    """Page id of one of a CTA's first tiles, loaded before lengths are known if it can be.
+    """Return the page id of one of a CTA's first tiles, before lengths are known if possible.
 
-    Where rows begin at 0 and requests have as many each, that says where it is listed.
+    This is possible if rows begin at 0 and requests have equally many rows: then the place of the
+    page in the table does not depend on lengths.
     """
     if (rows.table is not None) and (rows.row_requests is None) and (rows.starts is None):
         at = gl.program_id(1) * rows.split_size + tile * _P
@@ -263,21 +264,21 @@ def _first_page_of(rows, work, item, tile, ROWS: gl.constexpr):
 
 @gluon.jit
 def _init_empty_barriers(scratch, FIRST: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexpr):
-    """Initialise barriers that await WARPS each; a barrier of all threads makes them visible."""
+    """Initialise barriers for WARPS arrivals each; a barrier of all threads makes them visible."""
     for i in gl.static_range(COUNT):
         mbarrier_init(scratch + 8 * (FIRST + i), WARPS)
 
 
 @gluon.jit
 def _release(scratch, stage, scale, lane):
-    """Release a stage, of which ``scale`` is the last that a warp has read; returns ``scale``."""
+    """Release a stage after its last read by a warp, which gave ``scale``; return ``scale``."""
     at = gl.zeros_like(scale).to(gl.int32) + scratch + 8 * stage
     return mbarrier_arrive_after_read(at, scale, lane)
 
 
 @gluon.jit
 def _partial_addresses(scratch, like, INDEX: gl.constexpr, ROWS: gl.constexpr):
-    """Addresses of partial sums [64, ROWS, 4], laid out as ``like``: four of a key side by side."""
+    """Return addresses of partial sums [64, ROWS, 4], laid out as ``like``, keys' four adjacent."""
     L: gl.constexpr = like.type.layout
     key = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
@@ -289,7 +290,7 @@ def _partial_addresses(scratch, like, INDEX: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sum_address(scratch, INDEX: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
-    """Addresses of the first partial sum of a key, [64, ROWS] laid out as L."""
+    """Return addresses of the first partial sum of each key, [64, ROWS] laid out as L."""
     key = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, L))
     line = gl.expand_dims((key // 16) * 32 + key % 16, 1) + gl.expand_dims(row * 16, 0)
@@ -298,14 +299,14 @@ def _sum_address(scratch, INDEX: gl.constexpr, ROWS: gl.constexpr, L: gl.constex
 
 @gluon.jit
 def _store_partial(partial, partial_at):
-    """Store partial sums of a tile, for all threads of the warp."""
+    """Store partial sums of a tile and synchronise the threads of the warp."""
     st_shared_f32(partial_at, partial)
     bar_warp_sync()
 
 
 @gluon.jit
 def _load_partial_sum(sum_at):
-    """The sum of four, added as a butterfly of threads would."""
+    """Load and add four partial sums in the order of a butterfly over threads."""
     a, b, c, d = ld_shared_v4_f32(sum_at)
     return (a + c) + (b + d)
 
@@ -343,7 +344,7 @@ class Pipeline:
 
 @aggregate
 class ScoreArguments:
-    """Pointers to weights and results, as arguments of ``scores_kernel``."""
+    """Pointers to weights and results, explained as arguments of ``scores_kernel``."""
 
     weights: object
     weights_stride: object
@@ -428,7 +429,7 @@ def _max_nan(a, b):
 
 @gluon.jit
 def _split_heads(x, ROWS: gl.constexpr):
-    """[64, ROWS * 64] as 16 of [64, ROWS, 4], in the order in which a thread has them.
+    """Split [64, ROWS * 64] into 16 of [64, ROWS, 4], in the order in which a thread has them.
 
     Pairs of neighbours lie in four threads, 8 pairs in each.
     """
@@ -446,7 +447,7 @@ def _split_heads(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def _pairs(x):
-    """Two pairs of [.., pair, number]."""
+    """Split [.., pair, number] into two pairs."""
     first, second = gl.split(x)
     return gl.split(first), gl.split(second)
 
@@ -458,7 +459,7 @@ def _add_pair(total, x, weight):
 
 @gluon.jit
 def _group_maxima(sums, ROWS: gl.constexpr):
-    """The maximum of each 16 of [64, ROWS], as a key."""
+    """Return the maximum of each 16 of [64, ROWS] as an ordered integer."""
     # Adding zero turns -0 into 0; NaN results are positive on this device, and so the largest.
     best = gl.reduce(gl.reshape(sums, [_P // _G, _G, ROWS]), 1, _max_nan) + 0.0
     bits = best.to(gl.int32, bitcast=True)
@@ -467,9 +468,10 @@ def _group_maxima(sums, ROWS: gl.constexpr):
 
 @gluon.jit
 def _store_maxima(pending, pending_at, epilogue, ROWS: gl.constexpr):
-    """Store the maxima of pending scores, those of the tile at ``pending_at`` if that is >= 0.
+    """Store the maxima of pending scores, of the tile at ``pending_at`` if that is >= 0.
 
-    Pending for a tile, the exchange between threads overlaps the sums of the next.
+    They are left pending for one tile so that the exchange between threads overlaps the next tile's
+    sums.
     """
     if epilogue.maxima_out is not None:
         gl.store(
@@ -500,22 +502,22 @@ def _sum_heads(
     dots, buffer, prev, prev_scale, rows, work, epilogue, pending, pending_at,
     ROWS: gl.constexpr, FENCED: gl.constexpr,
 ):  # fmt: skip
-    """Partial sums of a tile whose products are complete; store the scores of the ``prev`` one.
+    """Compute partial sums of a tile whose products are complete; store the ``prev`` tile's scores.
 
-    What went into shared memory a tile ago is read back without waiting for it.
+    The values that went into shared memory one tile ago are read back without a wait.
 
     Args:
-        dots: products.
-        buffer: 0 or 1, where partial sums lie.
+        dots: products of the tile.
+        buffer: index of the buffer for partial sums, 0 or 1.
         prev: tile whose partial sums lie in the other buffer; -1 for none.
-        prev_scale: of its keys.
-        rows: of the call.
-        work: of the CTA.
-        epilogue: where scores go.
-        pending: scores whose maxima are stored.
-        pending_at: where they are; -1 for nothing.
-        ROWS: of an item.
-        FENCED: scales of the next tile are being read, whose stage is released after this.
+        prev_scale: scales of that tile's keys.
+        rows: rows of the launch, a ``RowRanges``.
+        work: tiles of the work item, a ``TileRange``.
+        epilogue: destination of scores, an ``Epilogue``.
+        pending: scores whose maxima are to be stored.
+        pending_at: entry at which they begin; -1 for none.
+        ROWS: rows per work item.
+        FENCED: True if scales of the next tile are being read, whose stage is released afterwards.
 
     Returns ``pending`` and ``pending_at`` of the ``prev`` tile.
     """
@@ -523,7 +525,7 @@ def _sum_heads(
     _store_maxima(pending, pending_at, epilogue, ROWS)
     x = _split_heads(gl.maximum(dots, 0.0, propagate_nan=_KEEP_NAN), ROWS)
     weight = epilogue.weight
-    # Spelled out, since compilers contract a sum of products in one way or another.
+    # Spell out each FMA, because compilers differ in how they contract a sum of products.
     partial = gl.fma(x[0][0], weight[0][0], x[0][1] * weight[0][1])
     partial = _add_pair(partial, x[1], weight[1])
     partial = _add_pair(partial, x[2], weight[2])
@@ -533,7 +535,7 @@ def _sum_heads(
     partial = _add_pair(partial, x[6], weight[6])
     partial = _add_pair(partial, x[7], weight[7])
     if FENCED:
-        # Here, as it would wait for stores that have just been made.
+        # Fence here: later it would wait for the stores that follow.
         fence_async_shared()
     _store_partial(partial, epilogue.partial_at + buffer * _PARTIALS_OF_TILE)
     return _store_scores(total * gl.expand_dims(prev_scale, 1), prev, rows, work, epilogue, ROWS)
@@ -543,7 +545,7 @@ def _sum_heads(
 def _store_last(
     buffer, prev, prev_scale, rows, work, epilogue, pending, pending_at, ROWS: gl.constexpr
 ):  # fmt: skip
-    """``_sum_heads`` without products: the last tile, whose partial sums lie in ``buffer``."""
+    """Finish the last tile, whose partial sums lie in ``buffer``, like ``_sum_heads``."""
     total = _load_partial_sum(epilogue.sum_at + buffer * _PARTIALS_OF_TILE)
     _store_maxima(pending, pending_at, epilogue, ROWS)
     pending, pending_at = _store_scores(
@@ -554,7 +556,7 @@ def _store_last(
 
 @gluon.jit
 def _store_scores(pending, tile, rows, work, epilogue, ROWS: gl.constexpr):
-    """Store the scores of a tile. Returns what is pending of them, and where it is, -1 for none."""
+    """Store the scores of a tile; return those that are pending and their entry, -1 for none."""
     pending_at = work.low0 + tile * _P
     if (pending_at >= epilogue.inner_low) & (pending_at + _P <= epilogue.inner_high):
         gl.store(epilogue.out + pending_at, pending)
@@ -569,7 +571,7 @@ def _store_scores(pending, tile, rows, work, epilogue, ROWS: gl.constexpr):
             entry = at + gl.arange(0, _P, layout=gl.SliceLayout(1, pending.type.layout))
             entry = gl.expand_dims(entry, 1)
             seen = (gl.expand_dims(start, 0) <= entry) & (entry < gl.expand_dims(end, 0))
-            # What is not seen is below whatever is, or as low.
+            # Scores of entries that are not seen must not exceed any other in a maximum.
             pending = gl.where((page >= 0) & (page < rows.pages) & seen, pending, float("-inf"))
             gl.store(epilogue.out + at, pending, mask=seen)
             if epilogue.maxima_out is not None:
@@ -596,7 +598,7 @@ def _fill(out, low, high, live, INDEX: gl.constexpr):
 
 @gluon.jit
 def _fill_item(rows, work, given, item, ROWS: gl.constexpr, INDEX: gl.constexpr):
-    """Store -inf around what the rows of an item see."""
+    """Store -inf around the entries that the rows of an item see."""
     row = (item * ROWS).to(gl.int64)
     low = gl.program_id(1) * rows.split_size
     high = gl.minimum(low + rows.split_size, given.context)
@@ -616,7 +618,7 @@ def _epilogue(
     rows, work, given, scratch, item, ACC: gl.constexpr, L: gl.constexpr, ROWS: gl.constexpr,
     INDEX: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of an item's rows."""
+    """Make the epilogue of an item's rows."""
     row = (item * ROWS).to(gl.int64)
     column = gl.arange(0, ROWS * _H, layout=gl.SliceLayout(0, ACC))
     weight = gl.load(
@@ -638,7 +640,7 @@ def _epilogue(
         group = gl.arange(0, _P // _G, layout=gl.SliceLayout(1, M))
         maxima_out = given.maxima + row * given.maxima_stride + gl.expand_dims(pair, 0)
         maxima_out = maxima_out + gl.expand_dims(group, 1)
-    # Where a page is missing, all tiles are masked.
+    # If any page is missing, all tiles are masked.
     missing = 0
     tiles = work.tiles0 + work.tiles1
     number = gl.arange(
@@ -661,13 +663,13 @@ def _consume(
     rows, pipeline, given, items, ROWS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
     FILL: gl.constexpr, PDL: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Every second tile of a CTA's items, from tile INDEX on; with FILL, -inf around them."""
+    """Score every second tile of a CTA's items, from tile INDEX on; FILL puts -inf around them."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS * _H, 32])
-    # 16 threads take the keys of a token; with one token, the other 16 the same. Triton reduces
-    # wrongly over threads that are no neighbours.
+    # 16 threads take the keys of a token; with one token, the other 16 threads take the same keys.
+    # Triton reduces wrongly over threads that are not neighbours.
     L: gl.constexpr = gl.DistributedLinearLayout(
         [], [[1, 0], [2, 0], [4, 0], [8, 0], [0, ROWS - 1]], [[16, 0], [32, 0]], [], [_P, ROWS]
     )
@@ -765,14 +767,14 @@ def _issue_tile(
     """Issue the products of the n-th tile."""
     stage, parity = (n & (DEPTH - 1)) * _C + INDEX, (n >> _log2(DEPTH)) & 1
     dots, scale = _issue_wgmma(pipeline, queries, stage, parity, ACC, L, ROWS)
-    # What stands behind a branch is not issued in between the products.
+    # The compiler does not move code behind this branch in between the products.
     mbarrier_wait_if_negative(pipeline.scratch + 8 * (DEPTH * _C + 2), epilogue.pages)
     return dots, scale
 
 
 @gluon.jit
 def _wait_tile(pipeline, epilogue, dots, scale, n, DEPTH: gl.constexpr, INDEX: gl.constexpr):
-    """Wait for them, and release the tile."""
+    """Wait for the products of the n-th tile, and release the tile."""
     dots = warpgroup_mma_wait(0, deps=[dots])
     return dots, _release(pipeline.scratch, (n & (DEPTH - 1)) * _C + INDEX, scale, epilogue.lane)
 
@@ -782,7 +784,7 @@ def _run_tile(
     pipeline, epilogue, queries, n, DEPTH: gl.constexpr, INDEX: gl.constexpr, ACC: gl.constexpr,
     L: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Products of the n-th tile, complete."""
+    """Compute the products of the n-th tile to the end."""
     dots, scale = _issue_tile(pipeline, epilogue, queries, n, DEPTH, INDEX, ACC, L, ROWS)
     fence_async_shared()
     return _wait_tile(pipeline, epilogue, dots, scale, n, DEPTH, INDEX)
@@ -796,11 +798,11 @@ def _produce(
     q_desc, keys_desc, scales_desc, rows, pipeline, items, ROWS: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Load the tiles of one consumer, page ids a tile ahead; the first also loads queries."""
+    """Load the tiles of one consumer, page ids one tile ahead; the first also loads queries."""
     if PDL:
         gdc_wait()
     L3: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=3)
-    # Of a page, behind its codes.
+    # Scales of a page begin behind its codes.
     SCALES: gl.constexpr = 0 if rows.table is None else _P * _D // 4
     DEPTH: gl.constexpr = STAGES // _C
     n = 0  # tiles so far
@@ -816,7 +818,7 @@ def _produce(
             mbarrier_wait(pipeline.scratch, stage, ((n // DEPTH) & 1) ^ 1)
             n += 1
             mbarrier.expect(pipeline.full.index(stage), _P * _D + _P * 4)
-            # Any page will do where there is none; its scores are not used.
+            # If there is no page, load any other; its scores are not used.
             there = (page >= 0) & (page < rows.pages)
             source = gl.where(there, page, 0)
             keys = view(pipeline.keys.index(stage), gl.float8e4nv, [1, _P, _D], L3)
@@ -883,10 +885,10 @@ def scores_kernel(
     FILL: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Scores of items of ROWS tokens, ``split_size`` entries a CTA.
+    """Score items of ROWS tokens, ``split_size`` entries per CTA.
 
-    Arguments are those of ``triton_scores.scores_kernel``. FILL: entries that a token does not see
-    are -inf, up to ``context``. PDL: see ``pdl_launch``.
+    Arguments are those of ``triton_scores.scores_kernel``. With FILL, entries that a token does not
+    see become -inf, up to ``context``.
     """
     # A consumer returns to its own stages, so it never waits for a fill two phases ahead, which a
     # barrier's parity could not tell from the last.

@@ -1,9 +1,9 @@
 """Top-k of rows on Hopper in registers and shared memory, by histogram or radix select.
 
-Selects the same entries as ``triton_select.row_topk_kernel``, of rows that are short or have
-maxima. Grid: (rows,). A row's scores, or the maxima of its groups, stay in registers; the top-k
-entries are put in order in shared memory and stored contiguously, with their slots in attention's
-cache.
+It selects the same entries as ``triton_select.row_topk_kernel``, from rows that are short or have
+maxima. The grid is (rows,). A row's scores, or the maxima of its groups, stay in registers; the
+top-k entries are put in order in shared memory and stored contiguously, with their slots in
+attention's cache.
 
 Neighbouring scores form groups with a maximum, at least k of them, so at least k scores reach the
 smallest maximum. Scores that reach it are counted in a histogram of equal bins up to the largest
@@ -17,7 +17,7 @@ k-th (one or two of 8,192 normally distributed ones), and each of these counts h
 better. Rows that this does not suit (scores that are not finite, equal scores, too few or too many
 candidates) use radix select with digits of 11, 11 and 10 bits: keys that share the k-th key's
 higher digits are counted by their next digit, and a scan from the largest digit down finds the k-th
-key's digit. It stops early if all keys of that digit are wanted.
+key's digit. The search stops early if all keys of that digit are wanted.
 
     keys  ->  2,048 counters  ->  scan  ->  digit, keys above it, keys of it  ->  next digit
 """
@@ -93,11 +93,11 @@ _SCRATCH_BYTES = gl.constexpr(28960)
 
 @gluon.jit
 def _store_in_order(scratch, at, x, limit, entry, WARPS: gl.constexpr):
-    """Write the entries of all x that reach ``limit`` from ``at`` on, in order."""
+    """Write the entries of all x that reach ``limit``, in order, from ``at`` on."""
     THREADS: gl.constexpr = 32 * WARPS
     EACH: gl.constexpr = x.shape[0] // THREADS
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    # As float32, whose sums are not taken where comparisons are.
+    # Count in float32, whose sums use other units than comparisons do.
     count = gl.sum(gl.reshape(gl.where(x >= limit, 1.0, 0.0), [THREADS, EACH]), 1).to(gl.int32)
     LINE: gl.constexpr = count.type.layout
     warp = gl.arange(0, THREADS, layout=ONE) // 32
@@ -112,7 +112,7 @@ def _store_in_order(scratch, at, x, limit, entry, WARPS: gl.constexpr):
 
 @gluon.jit
 def _add(a, b):
-    """For scans."""
+    """Add two numbers, as a scan requires."""
     return a + b
 
 
@@ -121,7 +121,7 @@ def _add(a, b):
 
 @gluon.jit
 def _ordered(bits):
-    """Keys of scores: ``triton_topk.ordered_result``, where arithmetic makes one NaN only."""
+    """Map scores to keys as ``triton_topk.ordered_result`` does, for arithmetic with one NaN."""
     bits = (bits.to(gl.float32, bitcast=True) + 0.0).to(gl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -137,9 +137,10 @@ def _clear_digits(scratch, WARPS: gl.constexpr):
 
 @gluon.jit
 def _scan_digits(scratch, first, wanted, WARPS: gl.constexpr):
-    """(digit, keys of larger digits, keys of the digit) where the ``wanted``-th key lies.
+    """Find the digit of the ``wanted``-th key.
 
-    ``first`` is the first of its counters. All threads have counted.
+    Returns the digit, the number of keys of larger digits, and that of keys of this digit.
+    ``first`` is the index of the digit's first counter. All threads must have counted.
     """
     L: gl.constexpr = gl.BlockedLayout([_DIGITS // 4 // (32 * WARPS)], [32], [WARPS], [0])
     line = gl.arange(0, _DIGITS // 4, layout=L)
@@ -164,25 +165,26 @@ def _scan_digits(scratch, first, wanted, WARPS: gl.constexpr):
 
 @gluon.jit
 def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
-    """(limit, above): the ``above`` keys > limit and ``wanted - above`` of those == limit are best.
+    """Find (limit, above): the best keys are ``above`` that are > limit and others == limit.
 
-    Counters are zeros, which all threads know, and are not afterwards.
+    Of the latter ``wanted - above`` are taken. All counters must be visibly zero before; they are
+    not afterwards.
 
     Args:
         scratch: address of the reserved shared memory.
-        key: int32, NOTHING where there is none; more than ``wanted`` are there. NOTHING is counted
+        key: int32, NOTHING where there is none. More than ``wanted`` keys exist. NOTHING is counted
             without harm, as no key begins with its first digit.
-        wanted: at least 1.
-        WARPS: of the CTA.
+        wanted: number of keys to select, at least 1.
+        WARPS: warps per CTA.
     """
-    # As unsigned numbers in the same order.
+    # Map keys to unsigned numbers in the same order.
     number = key ^ _NOTHING
     red_shared_add_1(scratch + ((number >> 21) & 2047) * 4)
     warpgroup_barrier()
     prefix, above, hits = _scan_digits(scratch, 0, wanted, WARPS)
     shift = 21
     if above + hits > wanted:
-        # What does not begin so is counted where nobody reads: cheaper than leaving it out.
+        # Keys with another prefix go to a counter that nobody reads, which is cheaper than a mask.
         digit = gl.where(
             ((number >> 21) & 2047) == prefix, (number >> 10) & 2047, _UNREAD - _DIGITS
         )
@@ -209,10 +211,10 @@ def _radix_select(scratch, key, wanted, WARPS: gl.constexpr):
 
 @gluon.jit
 def _places(key, limit, need):
-    """``triton_topk.places`` of keys in one dimension."""
+    """Return ``triton_topk.places`` of keys in one dimension."""
     beyond = key > limit
     same = (key == limit) & (key != _NOTHING)
-    # Two counts side by side.
+    # Scan two counts packed into one int32.
     running = gl.associative_scan(beyond.to(gl.int32) + (same.to(gl.int32) << 16), 0, _add)
     equal = running >> 16
     place = (running & 0xFFFF) + gl.minimum(equal, need) - 1
@@ -229,7 +231,7 @@ def _max_nan(a, b):
 
 @gluon.jit
 def _clear_bins(scratch, WARPS: gl.constexpr):
-    """Clear the histogram, the number of candidates, and what a scan finds."""
+    """Clear the histogram, the number of candidates, and the results of a scan."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     line = gl.arange(0, 32 * WARPS, layout=L)
     st_shared_v4_zero(scratch + line * 16)
@@ -239,12 +241,12 @@ def _clear_bins(scratch, WARPS: gl.constexpr):
 
 @gluon.jit
 def _score_range(scratch, x, FEW: gl.constexpr, WARPS: gl.constexpr):
-    """(largest score, minus the least of the largest of each FEW)."""
+    """Return the largest score, and minus the smallest of the maxima of groups of FEW scores."""
     N: gl.constexpr = x.shape[0]
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     nothing = float("-inf")
     best = gl.reduce(gl.reshape(x, [N // FEW, FEW]), 1, _max_nan)
-    # Where there is nothing, there is no lower bound.
+    # A group without scores gives no lower bound.
     bound = gl.where(best == nothing, nothing, -best)
     EACH: gl.constexpr = N // FEW // (32 * WARPS)
     best = gl.reduce(gl.reshape(best, [32 * WARPS, EACH]), 1, _max_nan)
@@ -261,7 +263,7 @@ def _score_range(scratch, x, FEW: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _scan_bins(scratch, wanted, BINS: gl.constexpr, WARPS: gl.constexpr):
-    """(bin, scores in higher bins, zero, 1) where the ``wanted``-th lies, or zeros."""
+    """Return (bin, scores in higher bins, 0, 1) of the ``wanted``-th score, or all zeros."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     line = gl.arange(0, BINS // 4, layout=L)
     a, b, c, d = ld_shared_v4_b32(scratch + (BINS - 4 - 4 * line) * 4)
@@ -276,7 +278,10 @@ def _scan_bins(scratch, wanted, BINS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _kth_candidate(scratch, count, wanted, WARPS: gl.constexpr):
-    """(score, entry, equals behind) of the ``wanted``-th best of ``count`` candidates."""
+    """Find the ``wanted``-th best of ``count`` candidates.
+
+    Returns its score, its entry, and the number of equal scores behind it.
+    """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     who = gl.arange(0, 32 * WARPS, layout=L)
     at = scratch + _CANDIDATES * 4 + 16
@@ -299,32 +304,33 @@ def _kth_candidate(scratch, count, wanted, WARPS: gl.constexpr):
 def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl.constexpr):
     """Store the entries of the top ``wanted`` scores from ``at`` on, in order.
 
-    Counters are zeros, which all threads know, and are not afterwards.
+    All counters must be visibly zero before; they are not afterwards.
 
     Args:
         scratch: address of the reserved shared memory.
-        at: a place in shared memory.
+        at: shared-memory address of the first entry to store.
         x: float32, -inf from entry ``end`` on; neighbours in a thread.
         entry: int32, rising; of equal scores the lower entry is better.
-        end: one past the last entry; at least ``wanted`` there are.
-        wanted: at least 1.
+        end: one past the last entry; at least ``wanted`` entries exist.
+        wanted: number of scores to select, at least 1.
         FEW: neighbours in a thread that share a maximum.
-        WARPS: of the CTA, at least 4.
+        WARPS: warps per CTA, at least 4.
     """
     BINS: gl.constexpr = 128 * WARPS
     most, least = _score_range(scratch, x, FEW, WARPS)
     width = most + least
-    # Neither NaN nor infinite, nor so small that bins would be.
+    # The width is neither NaN nor infinite, nor so small that the width of a bin would vanish.
     found = (width > 1e-30) & (width < 1e38)
     limit, last, behind = most, gl.to_tensor(0), gl.to_tensor(0)
     if found:
         scale = (BINS - 2) / width
-        # What is below the bound has a bin to itself, the lowest.
+        # Scores below the bound have the lowest bin to themselves.
         number = gl.maximum(gl.fma(x + least, scale, 8388609.0), 8388608.0)
         red_shared_add_1(scratch + (number.to(gl.int32, bitcast=True) - _MAGIC) * 4)
         warpgroup_barrier()
         its, above, zero, crossed = _scan_bins(scratch, wanted, BINS, WARPS)
-        # Once more, with a zero that compilers do not know, so that registers keep nothing.
+        # Compute the number again with a zero unknown to the compiler, so that no registers keep
+        # the first one.
         number = gl.fma(x + (least + zero.to(gl.float32, bitcast=True)), scale, 8388609.0)
         atom_shared_append_if_equal(
             scratch + _CANDIDATES * 4,
@@ -336,7 +342,7 @@ def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl
         )
         warpgroup_barrier()
         count = ld_shared_b32(scratch + _CANDIDATES * 4)
-        # Where entries are few, fewer than are wanted may reach the bound.
+        # With few entries, fewer scores than are wanted may reach the bound.
         found = (crossed > 0) & (its > 0) & (count <= _MAX_CANDIDATES)
         if found:
             limit, last, behind = _kth_candidate(scratch, count, wanted - above, WARPS)
@@ -349,7 +355,7 @@ def _store_topk(scratch, at, x, entry, end, wanted, FEW: gl.constexpr, WARPS: gl
         warpgroup_barrier()
         _clear_digits(scratch, WARPS)
         warpgroup_barrier()
-        # Computed again, which is rare, so that nothing has to be kept in registers.
+        # Compute keys again rather than keep them in registers, since this path is rare.
         there = entry < end + zero
         key = gl.where(there, _ordered(x.to(gl.int32, bitcast=True)), _NOTHING)
         key_limit, above = _radix_select(scratch, key, wanted, WARPS)
@@ -368,7 +374,7 @@ def _neighbours(elements, kept, warps):
 
 @gluon.jit
 def _row_length(lengths, row_requests, row, first_row, per_request, num_requests, covered):
-    """Request and number of entries of a row."""
+    """Return a row's request and its number of entries."""
     if row_requests is None:
         request = (first_row + row.to(gl.int32)) // per_request
     else:
@@ -412,7 +418,7 @@ def topk_kernel(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Top-k of a row; arguments as of ``triton_select.row_topk_kernel``.
+    """Select the top-k of a row; arguments are those of ``triton_select.row_topk_kernel``.
 
     GROUPS and ELEMENTS fill the threads.
     """
@@ -427,13 +433,13 @@ def topk_kernel(
     request, count = _row_length(
         lengths, row_requests, row, first_row, per_request, num_requests, covered
     )
-    # Whole lines are read, which rows are padded to, without having waited for lengths.
+    # Read whole lines, to which rows are padded, without waiting for lengths.
     scores += row * scores_stride
     element = gl.arange(0, ELEMENTS, layout=ALL)
     if GROUPS == 0:
         entry = element
         bits = gl.load(scores + entry, mask=entry < (covered + 3) // 4 * 4, other=0)
-        # The row of a CTA that begins when this one ends.
+        # Prefetch the row of a CTA that begins when this one ends.
         if gl.program_id(0) + _PREFETCHED < gl.num_programs(0):
             cp_async_bulk_prefetch_l2(
                 (scores + _PREFETCHED * scores_stride).to(gl.int64), (covered + 3) // 4 * 16

@@ -1,10 +1,10 @@
 """Selection within listed blocks: find the blocks that exist, translate chosen columns to entries.
 
-The entries of a row's existing blocks, side by side, are columns 0, 1, ..; scores and top-k only
-work on columns.
+The entries of a row's existing blocks, side by side, are columns 0, 1, ..; scores and top-k work on
+columns alone.
 
-list     existing blocks, their places in the cache, and the number of entries  grid (rows,)
-entries  entries and slots of the chosen columns                                grid (rows,)
+list     finds existing blocks, their places in the cache, and the number of entries; grid (rows,)
+entries  finds entries and slots of the chosen columns; grid (rows,)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anymla.ops.indexer.triton_scores import row_ranges
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Number of listed blocks that a CTA takes at a time.
+# Number of listed blocks that a CTA processes at once.
 _TILE = 2048
 
 
@@ -40,7 +40,7 @@ def store_slots(
     k,
     PADDED_K: tl.constexpr,
 ):
-    """The slots of ``count`` entries that a row has been given, then -1.
+    """Store the slots of a row's ``count`` chosen entries, then -1.
 
     ``out`` and ``slots`` point to the row's results, ``table`` to its request's pages.
     """
@@ -83,29 +83,29 @@ def list_blocks_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's blocks that have visible entries on a page of the cache, in the list's order.
+    """List a row's blocks that have visible entries on a page of the cache, in the given order.
 
     Args:
-        blocks: lists.
-        blocks_stride: of a row.
-        listed: blocks of a list.
-        lengths: one past a row's last entry.
-        requests: a row's request, or None for ``per_request`` rows of each.
-        table: block table.
-        table_row_stride: of the table.
-        table_column_stride: of the table.
-        numbers: [rows, listed], written: the blocks.
-        places: [rows, listed], written: their places in the cache, counted in blocks.
-        counts: [rows], written: entries of the row.
-        first_row: number of the first row.
-        per_request: see ``requests``.
-        num_requests: rows of the table.
-        pages: of the cache.
-        covered: entries that there are to see.
-        ENTRIES: of a page.
-        BLOCK_SIZE: entries of a block, a divisor.
-        TILE: blocks that are taken together.
-        PDL: see ``pdl_launch``.
+        blocks: lists of blocks by row.
+        blocks_stride: elements between rows of ``blocks``.
+        listed: number of blocks in a list.
+        lengths: one past each row's last entry.
+        requests: request of each row, or None for ``per_request`` rows per request.
+        table: block table with pages by request.
+        table_row_stride: elements between rows of the table.
+        table_column_stride: elements between columns of the table.
+        numbers: existing blocks to be written, [rows, listed].
+        places: their places in the cache to be written, counted in blocks, [rows, listed].
+        counts: entries of each row to be written, [rows].
+        first_row: number of the first row within the whole call.
+        per_request: rows per request if ``requests`` is None.
+        num_requests: number of rows of the table.
+        pages: number of pages in the cache.
+        covered: largest number of entries that any row sees.
+        ENTRIES: entries per page.
+        BLOCK_SIZE: entries per block, a divisor of ENTRIES.
+        TILE: number of blocks that are processed at once.
+        PDL: True if launched by ``pdl_launch``.
     """
     if PDL:
         gdc_wait()
@@ -123,7 +123,7 @@ def list_blocks_kernel(
     for at in range(0, listed, TILE):
         column = at + tl.arange(0, TILE)
         block = tl.load(blocks + column, mask=column < listed, other=-1)
-        # Quotients: a block's first entry may be beyond 2^31.
+        # Compare numbers of blocks, because a block's first entry may be beyond 2^31.
         there = (block >= 0) & (block < tl.cdiv(end, BLOCK_SIZE))
         block = tl.where(there, block, 0)
         page = tl.load(
@@ -169,10 +169,10 @@ def entries_kernel(
     PADDED_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """In place of a row's columns, the entries that they stand for; and their slots.
+    """Replace a row's chosen columns by the entries that they stand for, and store their slots.
 
-    ``numbers`` and ``counts`` are from ``list_blocks_kernel``, arguments from ``slots`` on those of
-    the top-k kernels.
+    ``numbers`` and ``counts`` come from ``list_blocks_kernel``; arguments from ``slots`` on are
+    those of the top-k kernels.
     """
     if PDL:
         gdc_wait()
@@ -191,7 +191,7 @@ def entries_kernel(
         )
         slots += row * slots_stride
         table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
-        # Written by other threads of this CTA.
+        # Wait for other threads of this CTA, which have written the entries.
         tl.debug_barrier()
         store_slots(
             out, slots, table, table_column_stride, table_pages, slot_page, count, k, PADDED_K

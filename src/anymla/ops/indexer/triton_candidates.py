@@ -1,7 +1,7 @@
 """Selection on two levels in Triton: choose blocks by their scores, mask all other scores.
 
-score    the highest visible score of every block, as its bits    grid (rows, blocks)
-select   the top blocks (``triton_topk``), ascending              grid (rows, splits), (rows,)
+score    writes the bits of every block's highest visible score   grid (rows, blocks)
+select   lists the top blocks (``triton_topk``), ascending        grid (rows, splits), (rows,)
 close    drops blocks whose scores are all -inf                   grid (rows,)
 
 mark     marks the blocks that a row keeps                        grid (rows, its list)
@@ -21,10 +21,10 @@ from anymla.ops.indexer.config import candidates_warps, next_power_of_2
 from anymla.ops.indexer.triton_topk import NOTHING, ordered, winners_of
 from anymla.ops.streams import scratch
 
-# Scores, or numbers of blocks, in a tile.
+# Number of scores, or of blocks, in a tile.
 _TILE = 2048
 _POSITIVE_INF = tl.constexpr(0x7F800000)
-_NEGATIVE_INF = tl.constexpr(-0x800000)  # its bits as an int32
+_NEGATIVE_INF = tl.constexpr(-0x800000)  # bits of -inf as an int32
 
 
 @triton.jit(do_not_specialize=["columns", "blocks"])
@@ -41,10 +41,10 @@ def block_scores_kernel(
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Scores of BLOCKS blocks of a row, as bits of float32; how many blocks the row has.
+    """Compute scores of BLOCKS blocks of a row, as bits of float32, and count the row's blocks.
 
-    The newest block's is +inf. Bits of ``logits`` are given; SIZE is BLOCK_SIZE or the next power
-    of two.
+    The newest block's score is +inf. ``logits`` are given as their bits; SIZE is BLOCK_SIZE or the
+    next power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     seen = tl.minimum(tl.maximum(tl.load(lengths + row), 0), columns)
@@ -64,7 +64,7 @@ def block_scores_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "kept", "count"])
 def close_kernel(best, winners, out, blocks, kept, count, BLOCK: tl.constexpr):
-    """A row's winners without those of -inf, then -1 up to ``count``."""
+    """Copy a row's winners, except those of -inf, and fill with -1 up to ``count``."""
     row = tl.program_id(0).to(tl.int64)
     out += row * count
     found = 0
@@ -109,7 +109,7 @@ def select_candidate_blocks(
 
 @triton.jit(do_not_specialize=["listed", "blocks"])
 def mark_kernel(chosen, chosen_stride, keeps, listed, blocks, BLOCK: tl.constexpr):
-    """Ones where a row keeps the block; what is no block marks nothing."""
+    """Store 1 where a row keeps a block; numbers that are no block mark nothing."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(chosen + row * chosen_stride + place, mask=place < listed, other=-1)
@@ -127,7 +127,7 @@ def hide_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """-inf for the scores whose block is not kept."""
+    """Store -inf for the scores whose block is not kept."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,7 +1,7 @@
-"""Index queries in Triton: RoPE, Hadamard transform, quantisation of each head.
+"""Index queries in Triton: RoPE, Hadamard transform and quantisation of each head.
 
-Grid: (tokens, blocks of heads). A CTA holds its heads' channels, rotates the last of them by the
-token's position, rounds, transforms, and writes codes and the heads' weights.
+The grid is (tokens, blocks of heads). A CTA holds its heads' channels, rotates the last of them by
+the token's position, rounds and transforms them, and writes codes and the heads' weights.
 
                  channels
     heads  | ........ | rotated |  -> codes, scale bytes
@@ -35,7 +35,7 @@ from anymla.ops import device as device_facts
 from anymla.ops._triton_norm_rope import load_cos_sin, rotate
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
-# Channels of a CTA's tile: 16 for each thread.
+# Channels in a CTA's tile, 16 per thread.
 _TILE = 2048
 _NUM_WARPS = 4
 
@@ -98,7 +98,7 @@ def query_kernel(
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Codes and weights of HEADS heads of a token; PDL: see ``pdl_launch``."""
+    """Compute codes and weights of HEADS heads of a token; PDL is that of ``pdl_launch``."""
     BLOCK: tl.constexpr = getattr(RULE, "block")
     if PDL:
         gdc_wait()
@@ -116,7 +116,7 @@ def query_kernel(
     cos, sin = load_cos_sin(
         table, table_stride, 1, length, position, position == position, WIDTH, ROPE, PADDED
     )
-    # The result is rounded to q's dtype, as rope rounds it, and then as keys are.
+    # Round to q's dtype, as ``rope`` does, and then to bfloat16, as keys are.
     x = rotate(x.to(tl.float32), cos, sin, WIDTH, ROPE).to(kind)
     if BLOCK:
         x = x.to(tl.bfloat16)

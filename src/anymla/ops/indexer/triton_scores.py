@@ -2,19 +2,19 @@
 
     score[row, key] = sum_h weight[row, h] * relu(q[row, h] . key)
 
-Grid: (groups of neighbouring rows, splits of the context). A CTA keeps its rows' queries, all heads
-side by side, and passes over the keys that they see, once for each request among them. A tile of
-keys [KEYS, D] is multiplied with the heads, [rows x heads, D], and the products of a row's heads
+The grid is (groups of neighbouring rows, splits of the context). A CTA keeps its rows' queries, all
+heads side by side, and passes over the keys that they see, once for each request among them. A tile
+of keys [KEYS, D] is multiplied with the heads, [rows x heads, D], and the products of a row's heads
 are summed:
 
     keys of a request | tile | tile | ..  x  [rows x heads]  ->  scores [rows, keys]
                                                                  maxima [rows, keys / 16]
 
 One kernel serves four options. Keys lie in pages that a block table lists, or in a list without a
-block table. The table may list blocks, parts of pages, for each row; columns are then the entries
-of these side by side. With a ``context``, entries that a row does not see are -inf up to there;
-otherwise they are not written. With ``maxima``, the maximum of each 16 scores is written as an
-ordered integer, for the top-k by groups.
+block table. The table may list blocks, which are parts of pages, for each row; columns are then the
+entries of these blocks side by side. With a ``context``, entries that a row does not see become
+-inf up to there; otherwise they are not written. With ``maxima``, the maximum of each 16 scores is
+written as an ordered integer, for the top-k by groups.
 
 Kinds of values are "e4m3" and "e2m1" (codes), "fp16", "bf16" and "fp32". The product uses the
 narrowest arithmetic that holds both operands' values exactly; sums are always float32. Codes of
@@ -50,7 +50,7 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _BLOCK = tl.constexpr(MXFP4_BLOCK)
 _GROUP = tl.constexpr(GROUP)
-# Columns of a row that are filled with -inf at a time.
+# Columns of a row that are filled with -inf at once.
 _FILL = tl.constexpr(512)
 
 _KIND_OF_DTYPE = {
@@ -91,7 +91,7 @@ def math_of(q_kind: str, k_kind: str, target: Target) -> str:
 
 @triton.jit
 def _as_operand(x, KIND: tl.constexpr, MATH: tl.constexpr, NATIVE: tl.constexpr):
-    """Values, or e4m3 codes, of any shape in the type that the product takes."""
+    """Convert values or e4m3 codes of any shape to the operand type of the product."""
     if KIND == "e4m3" and MATH == "e4m3":
         y = x.to(tl.float8e4nv, bitcast=True)
     elif KIND == "e4m3" and MATH == "fp16":
@@ -119,9 +119,9 @@ def _load_operand(
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Channels [first, first + BLOCK_K) of rows of WIDTH, padded to PADDED, as [N, BLOCK_K].
+    """Load channels [first, first + BLOCK_K) of rows of WIDTH, padded to PADDED, as [N, BLOCK_K].
 
-    ``rows`` [N] are pointers to values, or e4m3 codes; zeros where not ``there`` [N].
+    ``rows`` [N] are pointers to values or e4m3 codes; the result is zero where not ``there`` [N].
     """
     channel = first + tl.arange(0, BLOCK_K)
     mask = there[:, None]
@@ -137,8 +137,8 @@ def _load_operand(
         x = tl.join(tl.join(c0, c2), tl.join(c1, c3)) * E4M3_WORD_UNIT
         return _as_operand(tl.reshape(x, (rows.shape[0], BLOCK_K)), "fp16", MATH, NATIVE)
     elif KIND == "e4m3" and MATH == "e4m3":
-        # As FP8 from the start, so that loads and products overlap: codes that are converted
-        # first go through registers.
+        # Load as FP8, so that loads and products overlap: codes that are converted first go through
+        # registers.
         rows = rows.to(tl.pointer_type(tl.float8e4nv))
         return tl.load(rows[:, None] + channel[None, :], mask=mask, other=0.0)
     else:
@@ -157,7 +157,7 @@ def _load_packed(
     PADDED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``_load_operand`` of packed e2m1 codes with their scale bytes; ``first`` starts a block."""
+    """Load like ``_load_operand`` from packed e2m1 with scale bytes; ``first`` starts a block."""
     ROWS: tl.constexpr = rows.shape[0]
     BLOCKS: tl.constexpr = BLOCK_K // _BLOCK
     byte = first // 2 + tl.arange(0, BLOCK_K // 2)
@@ -177,9 +177,10 @@ def _load_packed(
 def _query_lines(
     row, live, weights, weights_stride, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr
 ):
-    """Lines of q [.., HEADS, D] of rows ``row`` [ROWS] int64, their weights and their existence.
+    """Return lines of q [.., HEADS, D] of rows ``row`` [ROWS] int64, their weights and a mask.
 
-    Each is [ROWS * PADDED_HEADS], a row's heads side by side.
+    Each is [ROWS * PADDED_HEADS], a row's heads side by side; the mask is True for heads that
+    exist.
     """
     LINES: tl.constexpr = row.shape[0] * PADDED_HEADS
     head = tl.arange(0, PADDED_HEADS)
@@ -203,7 +204,7 @@ def _load_queries(
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Channels [first, first + BLOCK_K) of the ``line``-s that ``_query_lines`` gives."""
+    """Load channels [first, first + BLOCK_K) of the lines of q that ``_query_lines`` returns."""
     if KIND == "e2m1":
         scales = q_scales + line * (WIDTH // _BLOCK)
         return _load_packed(
@@ -224,21 +225,21 @@ def _sum_heads(
     HEADS: tl.constexpr,
     ALL_EXIST: tl.constexpr,
 ):
-    """``sum_h weights[row, h] * relu(dots[key, row, h])``, float32 [KEYS, ROWS].
+    """Compute ``sum_h weights[row, h] * relu(dots[key, row, h])``, float32 [KEYS, ROWS].
 
     Args:
-        dots: [KEYS, ROWS * HEADS] float32.
-        weights: [ROWS * HEADS] float32.
-        exists: [ROWS * HEADS], whether there is such a head.
+        dots: products of queries and keys, [KEYS, ROWS * HEADS] float32.
+        weights: weights of the heads, [ROWS * HEADS] float32.
+        exists: bool [ROWS * HEADS], True for heads that exist.
         ROWS: rows of queries.
-        HEADS: heads of a row.
-        ALL_EXIST: ``exists`` is known to be true for every row that counts.
+        HEADS: heads per row.
+        ALL_EXIST: True if ``exists`` is known to be True for every row that counts.
     """
     KEYS: tl.constexpr = dots.shape[0]
     # A NaN must stay one: no candidate is dropped silently.
     terms = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
     if not ALL_EXIST:
-        # An infinite key times the zeros of a head that does not exist would be NaN.
+        # An infinite key times the zeros of a padding head would be NaN.
         terms = tl.where(exists[None, :], terms, 0.0)
     return tl.sum(tl.reshape(terms, (KEYS, ROWS, HEADS)), 2)
 
@@ -247,7 +248,7 @@ def _sum_heads(
 def row_ranges(
     lengths, starts, requests, row, live, first_row, per_request, num_requests, covered
 ):  # fmt: skip
-    """Request and entries [start, end) of rows; (0, 0) where there is nothing to see."""
+    """Return request and entries [start, end) of rows; (0, 0) where there is nothing to see."""
     if requests is None:
         request = ((first_row + row) // per_request).to(tl.int32)
     else:
@@ -274,9 +275,9 @@ def _load_keys(
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Channels [first, first + BLOCK_K) of keys at offsets [KEYS]; scales of FP8 are left.
+    """Load channels [first, first + BLOCK_K) of keys at offsets [KEYS], without FP8's scales.
 
-    Offsets are bytes in pages, elements in a list.
+    Offsets are bytes in pages, and elements in a list.
     """
     KIND: tl.constexpr = getattr(FORMAT, "kind")
     WIDTH: tl.constexpr = getattr(FORMAT, "channels")
@@ -312,10 +313,11 @@ def _locate(
     ENTRIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Where keys [at, at + KEYS) are; ``at`` is a multiple of KEYS, below ``stop``.
+    """Locate keys [at, at + KEYS); ``at`` is a multiple of KEYS, below ``stop``.
 
-    Returns byte offsets of their pages [KEYS] int64, their places there, and whether they exist;
-    those that do not are given a page that does. Whole pages cost the fewest instructions.
+    Returns byte offsets of the keys' pages [KEYS] int64, their indices there, and True where they
+    exist; keys that do not exist are given a page that does. Whole pages cost the fewest
+    instructions.
     """
     number = tl.arange(0, KEYS)
     wide = tl.full((), 1, tl.int64)
@@ -409,45 +411,46 @@ def scores_kernel(
     CANONICAL_NAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of CONFIG.rows rows against ``split`` keys; rows are numbered from ``first_row``.
+    """Compute scores of CONFIG.rows rows against ``split`` keys; rows count from ``first_row``.
 
     Args:
-        q: queries, see ``_load_queries``.
+        q: queries in the form that ``_load_queries`` reads.
         q_scales: scale bytes of packed queries.
-        weights: of the heads.
-        weights_stride: of a row.
+        weights: weights of the heads by row.
+        weights_stride: elements between rows of ``weights``.
         keys: bytes of pages, or values of a list.
-        keys_stride: bytes of a page, or elements of a key.
-        key_scale: of the keys of a list, or None.
+        keys_stride: bytes in a page, or elements in a key of a list.
+        key_scale: scales of the keys of a list, or None.
         table: block table, or None for a list.
-        table_row_stride: of the table.
-        table_column_stride: of the table.
-        lengths: one past a row's last entry.
-        starts: a row's first entry, or None for 0.
-        requests: a row's request, or None for ``per_request`` rows of each.
-        scores: written.
-        scores_stride: of a row.
-        maxima: written, or None.
-        maxima_stride: of a row.
-        first_row: see above.
-        rows: rows of the call.
-        per_request: see ``requests``.
-        num_requests: rows of the table.
-        pages: of the cache.
-        covered: entries that there are to see.
-        k: rows of at most so many entries are not scored.
-        split: a multiple of CONFIG.keys.
-        context: columns up to which what is not seen is -inf; None where it is not written.
-        HEADS: of a row.
-        CONFIG: a ``ScoreConfig``.
-        ENTRIES: of a page.
-        BLOCK_SIZE: the table lists blocks of so many entries, by their places; 0: pages.
+        table_row_stride: elements between rows of the table.
+        table_column_stride: elements between columns of the table.
+        lengths: one past each row's last entry.
+        starts: first entry of each row, or None for 0.
+        requests: request of each row, or None for ``per_request`` rows per request.
+        scores: scores to be written.
+        scores_stride: elements between rows of ``scores``.
+        maxima: maxima to be written, or None.
+        maxima_stride: elements between rows of ``maxima``.
+        first_row: number of the launch's first row within the whole call.
+        rows: number of rows of the launch.
+        per_request: rows per request if ``requests`` is None.
+        num_requests: number of rows of the table.
+        pages: number of pages in the cache.
+        covered: largest number of entries that any row sees.
+        k: number of entries up to which a row is not scored.
+        split: number of keys per CTA, a multiple of CONFIG.keys.
+        context: number of columns in which entries that a row does not see become -inf; None to
+            leave them unwritten.
+        HEADS: heads per row.
+        CONFIG: tile sizes, a ``ScoreConfig``.
+        ENTRIES: entries per page.
+        BLOCK_SIZE: entries per block if the table lists places of blocks; 0 if it lists pages.
         FORMAT: codec of pages, or a ``ListFormat``.
         Q_KIND: kind of the queries' values.
         MATH: arithmetic of the product.
-        NATIVE: the device converts e4m3 itself.
-        CANONICAL_NAN: see ``ordered_result``.
-        PDL: see ``pdl_launch``.
+        NATIVE: True if the device has instructions to convert e4m3.
+        CANONICAL_NAN: argument of ``ordered_result`` by this name.
+        PDL: True if launched by ``pdl_launch``.
     """
     ROWS: tl.constexpr = getattr(CONFIG, "rows")
     PADDED_HEADS: tl.constexpr = getattr(CONFIG, "heads")
@@ -460,7 +463,7 @@ def scores_kernel(
     if table is not None:
         DATA: tl.constexpr = getattr(FORMAT, "data_bytes")
         SCALES: tl.constexpr = getattr(FORMAT, "scale_bytes")
-    # Requests that a group of rows may be of.
+    # Largest number of requests in a group of rows.
     REQUESTS: tl.constexpr = 1 if KIND == "list" else ROWS
     if PDL:
         gdc_wait()
@@ -498,7 +501,7 @@ def scores_kernel(
                     there = place < stop
                     values_at = place.to(tl.int64) * keys_stride
                     scales_at = place
-                    # A list ends where no row sees any more.
+                    # A list may end where no row sees any further.
                     readable = there
                 else:
                     page_at, place, there = _locate(
@@ -507,8 +510,8 @@ def scores_kernel(
                     )  # fmt: skip
                     scales_at = page_at + ENTRIES * DATA + place * SCALES
                     values_at = page_at + place * DATA
-                    # Every entry of the cache may be read; what is not meant is left out of the
-                    # results, which costs less than a mask on every load.
+                    # Read any entry of the cache and drop unwanted results, which costs less than a
+                    # mask on every load.
                     readable = tl.full((KEYS,), 1, tl.int1)
                 if BLOCK_K == PADDED:
                     tile = _load_keys(

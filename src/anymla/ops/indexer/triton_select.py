@@ -4,21 +4,21 @@ A chunk takes two launches: scores into scratch that the next chunk reuses, then
 writes entries, slots and counts. Launches depend on sizes only (``config``), never on values, so a
 call can be captured in a graph.
 
-Short rows ("row"), and rows whose scores came with the maximum of each 16 ("groups"). The k-th
-largest maximum is at most the k-th score, since k groups contain a score at least as large. Of the
-groups whose maximum equals it, the first ones contain all ties that can win, because each has a tie
-that comes earlier. So the top-k groups, first ones among equals, contain the selection, and nothing
-else is read:
+Algorithms "row" and "groups" serve short rows, and rows whose scores came with the maximum of each
+16. The k-th largest maximum is at most the k-th score, since k groups contain a score at least as
+large. Of the groups whose maximum equals it, the first ones contain all ties that can win, because
+each has a tie that comes earlier. So the top-k groups, first ones among equals, contain the
+selection, and nothing else is read:
 
     maxima   | 7 | 2 | 9 | 4 | ..   ->  the top-k groups, in order of entries
     scores   | .. 16 .. | .. 16 ..   ->  top-k of k * 16 scores, in order of entries
 
 A row with no more groups than k is read whole, without maxima.
 
-Other rows ("samples"). Each split of a row collects the scores that pass a threshold taken from
-samples, in order of entries; the selection is made from the collected scores. If the threshold was
-bad (fewer than k pass, or more than the capacity), the row is bisected instead, so the result never
-depends on the samples.
+Algorithm "samples" serves other rows. Each split of a row collects the scores that pass a threshold
+taken from samples, in order of entries; the selection is made from the collected scores. If the
+threshold was bad (fewer than k pass, or more than the capacity), the row is bisected instead, so
+the result never depends on the samples.
 
     collect  row | split | split | ..  ->  candidates of a split    grid (splits, rows)
     merge    candidates of a row       ->  k entries                grid (rows,)
@@ -60,7 +60,7 @@ from anymla.ops.streams import scratch
 
 _GROUP = tl.constexpr(GROUP)
 _EACH = tl.constexpr(4)  # neighbours that a thread loads at once
-_RUN = tl.constexpr(8)  # adjacent samples
+_RUN = tl.constexpr(8)  # number of adjacent samples
 _LARGEST = tl.constexpr(0x7FFFFFFF)
 
 
@@ -76,11 +76,11 @@ def _store_all(
     k,
     PADDED_K: tl.constexpr,
 ):
-    """The row of a token with at most k entries: all of them, then -1."""
+    """Store the row of a token with at most k entries: all of them, then -1."""
     place = tl.arange(0, PADDED_K)
     tl.store(out + place, tl.where(place < count, place, -1), mask=place < k)
     if slots is not None:
-        # Written by other threads of this CTA.
+        # Wait for other threads of this CTA, which have written the entries.
         tl.debug_barrier()
         store_slots(out, slots, table, table_stride, table_pages, slot_page, count, k, PADDED_K)
 
@@ -120,12 +120,9 @@ def row_topk_kernel(
     SCORED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Top-k of a row; ``scores`` are bits of float32, ``chosen_groups`` scratch [rows, PADDED_K].
+    """Select the top-k of a row.
 
-    With 0 GROUPS the row has no maxima, and at most ELEMENTS entries; else ELEMENTS is 16 PADDED_K.
-
-    Without SCORED the first entries are chosen: all there are, unless no score could be had. PDL:
-    see ``pdl_launch``.
+    ``scores`` are bits of float32, and ``chosen_groups`` is scratch [rows, PADDED_K].
     """
     if PDL:
         gdc_wait()
@@ -140,7 +137,7 @@ def row_topk_kernel(
     if slots is not None:
         slots += row * slots_stride
         table += tl.maximum(request, 0).to(tl.int64) * table_row_stride
-    # Without scores the first entries are chosen; all there are, unless no score could be had.
+    # Without scores, as without pages, choose the first entries.
     if (count <= k) | (not SCORED):
         _store_all(
             out, slots, table, table_column_stride, table_pages, slot_page,
@@ -149,7 +146,7 @@ def row_topk_kernel(
     else:
         scores += row * scores_stride
         if GROUPS == 0:
-            # Whole lines are read, which rows are padded to: masks by lines leave loads wide.
+            # Read whole lines, to which rows are padded: masks by lines leave loads wide.
             line = tl.arange(0, ELEMENTS // _EACH)[:, None] * _EACH
             entry = line + tl.arange(0, _EACH)[None, :]
             inside = line < count
@@ -172,7 +169,7 @@ def row_topk_kernel(
             else:
                 every = tl.arange(0, PADDED_K)
                 tl.store(chosen_groups + every, every, mask=every < groups)
-            # Written by other threads of this CTA.
+            # Wait for other threads of this CTA, which have written the entries.
             tl.debug_barrier()
             kept = tl.arange(0, PADDED_K)
             inside = kept < tl.minimum(groups, k)
@@ -190,7 +187,7 @@ def row_topk_kernel(
         place, taken = places(key, limit, k - above)
         tl.store(out + place, entry, mask=taken)
         if slots is not None:
-            # Written by other threads of this CTA.
+            # Wait for other threads of this CTA, which have written the entries.
             tl.debug_barrier()
             store_slots(
                 out, slots, table, table_column_stride, table_pages, slot_page, k, k, PADDED_K
@@ -199,9 +196,9 @@ def row_topk_kernel(
 
 @triton.jit
 def _load_keys(scores, at, end, BLOCK: tl.constexpr):
-    """Entries [at, at + BLOCK), neighbours in a line, and their keys; NOTHING from ``end`` on.
+    """Load keys of entries [at, at + BLOCK), neighbours in a line; NOTHING from ``end`` on.
 
-    ``at`` is a multiple of 4. Whole lines are read, which rows are padded to: masks by lines leave
+    ``at`` is a multiple of 4. Whole lines are read, to which rows are padded: masks by lines leave
     loads wide.
     """
     line = at + tl.arange(0, BLOCK // _EACH)[:, None] * _EACH
@@ -212,7 +209,7 @@ def _load_keys(scores, at, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sample_threshold(scores, count, k, SAMPLES: tl.constexpr):
-    """A key that at least k of a row's are likely to reach, and not many more.
+    """Return a key that at least k of a row's keys are likely to reach, but not many more.
 
     ``scores`` points to the first of ``count``.
     """
@@ -220,7 +217,8 @@ def _sample_threshold(scores, count, k, SAMPLES: tl.constexpr):
     at = (number // _RUN).to(tl.int64) * (count // (SAMPLES // _RUN)) + number % _RUN
     key = ordered(tl.load(scores + at))
     expected = k.to(tl.float32) * SAMPLES / count
-    # Three and a half standard deviations above what k of count would be among the samples.
+    # The rank is three and a half standard deviations above the expected share of k among the
+    # samples.
     rank = (expected + 3.5 * tl.sqrt(expected) + 4.0).to(tl.int32)
     low = tl.full((), NOTHING + 1, tl.int32)
     if rank < SAMPLES:
@@ -240,7 +238,10 @@ def _select_candidates(
     SPLITS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Top-k of ``total`` candidates, at most CAPACITY; split p has found[p] from p * CAPACITY."""
+    """Select the top-k of ``total`` candidates; split p has found[p] of them from p * CAPACITY on.
+
+    There are at most CAPACITY candidates.
+    """
     element = tl.arange(0, CAPACITY // _EACH)[:, None] * _EACH + tl.arange(0, _EACH)[None, :]
     at = element
     if SPLITS > 1:
@@ -262,7 +263,10 @@ def _select_candidates(
 
 @triton.jit
 def _select_by_bisection(scores, count, k, out, BLOCK: tl.constexpr):
-    """Top-k of any row by bisecting the range of keys, reading the row every time: slow."""
+    """Select the top-k of any row by bisecting the range of keys.
+
+    This is slow, because the row is read each time.
+    """
     low = tl.full((), NOTHING + 1, tl.int32)
     high = tl.full((), _LARGEST, tl.int32)
     while low < high:
@@ -325,10 +329,7 @@ def sample_collect_kernel(
     PADDED_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Candidates of a split of a row, BLOCK entries a step; ``found`` counts all that pass.
-
-    PDL: see ``pdl_launch``.
-    """
+    """Collect candidates of a row's split, BLOCK entries a step; ``found`` counts all that pass."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -373,7 +374,7 @@ def sample_collect_kernel(
         if SPLITS > 1:
             tl.store(found + row * SPLITS + split, collected)
         else:
-            # Written by other threads of this CTA.
+            # Wait for other threads of this CTA, which have written the entries.
             tl.debug_barrier()
             if (collected >= k) & (collected <= CAPACITY):
                 _select_candidates(keys, entries, found, collected, k, out, 1, CAPACITY)
@@ -420,7 +421,7 @@ def sample_merge_kernel(
     PADDED_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Top-k of a row from the candidates of its splits."""
+    """Select the top-k of a row from the candidates of its splits."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -442,7 +443,7 @@ def sample_merge_kernel(
         else:
             _select_by_bisection(scores + row * scores_stride, count, k, out, BLOCK)
         if slots is not None:
-            # Written by other threads of this CTA.
+            # Wait for other threads of this CTA, which have written the entries.
             tl.debug_barrier()
             store_slots(
                 out, slots, table, table_column_stride, table_pages, slot_page, k, k, PADDED_K

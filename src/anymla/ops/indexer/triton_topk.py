@@ -2,7 +2,7 @@
 
 Scores are mapped to integers of the same order. A CTA finds the k-th largest integer of its split
 of a row digit by digit, from histograms of 256 bins, and keeps the top-k in the order of their
-columns; a few long rows have several splits, whose winners go through another selection. Winners
+columns. A few long rows have several splits, whose winners go through another selection. Winners
 are sorted last. Nothing depends on the order in which CTAs run.
 
     select   row | split | split | ..  ->  k candidates a split     grid (rows, splits)
@@ -13,8 +13,8 @@ are sorted last. Nothing depends on the order in which CTAs run.
 Workspace: int32 candidates [rows, splits * k] and winners [rows, k].
 
 For values that a CTA holds in registers, the k-th largest is found by counting (``kth_largest``,
-which ``triton_select`` uses): the numbers of keys that reach two probes at a time narrow (low,
-high] until the count is k or one key is left. The choice of probes decides how long that takes,
+which ``triton_select`` uses). The numbers of keys that reach two probes at a time narrow (low,
+high] until the count is k or one key is left. The choice of probes decides how long that takes, but
 never the result:
 
     first    around the quantile of a normal distribution with the keys' mean and deviation
@@ -48,13 +48,13 @@ NOTHING = tl.constexpr(-0x80000000)
 _LARGEST = tl.constexpr(0x7FFFFFFF)
 # True since Triton 3.4.
 _MASKED_HISTOGRAM = tl.constexpr("mask" in inspect.signature(tl.histogram).parameters)
-# Winners that a CTA ranks, and winners that it compares them with at a time.
+# Number of winners that a CTA ranks, and number of winners with which it compares them at once.
 _RANKED, _COMPARED = 32, 256
 
 
 @triton.jit
 def ordered(bits):
-    """Keys of float32 scores, given as their bits."""
+    """Map float32 scores, given as their bits, to keys."""
     magnitude = bits & 0x7FFFFFFF
     key = tl.where(magnitude == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     return tl.where(magnitude > 0x7F800000, NAN_KEY, key)
@@ -62,7 +62,7 @@ def ordered(bits):
 
 @triton.jit
 def ordered_result(x, CANONICAL: tl.constexpr):
-    """Keys of float32 results; CANONICAL where arithmetic makes no NaN but the one of all ones."""
+    """Map float32 results to keys; CANONICAL if arithmetic makes no NaN but the one of all ones."""
     if CANONICAL:
         bits = (x + 0.0).to(tl.int32, bitcast=True)
         return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_KEY)
@@ -83,14 +83,14 @@ def _as_key(x):
 
 @triton.jit
 def _log2(count):
-    """Roughly, by the bits of a float32; of 0 as of a half."""
+    """Approximate log2 by the bits of a float32; for 0 return that of a half."""
     x = tl.maximum(count.to(tl.float32), 0.5)
     return x.to(tl.int32, bitcast=True).to(tl.float32) * (1.0 / 8388608)
 
 
 @triton.jit
 def _normal_quantile(count, wanted):
-    """Deviations above the mean that ``wanted`` of ``count`` normal values exceed, roughly.
+    """Approximate how many deviations above the mean ``wanted`` of ``count`` normal values exceed.
 
     Source: Abramowitz and Stegun, 26.2.23.
     """
@@ -101,11 +101,11 @@ def _normal_quantile(count, wanted):
 
 @triton.jit
 def _probes(low, high, count_low, count_high, wanted, step, guess, margin):
-    """Two keys in (low, high] to count at, in order."""
+    """Choose two keys in (low, high] to count at, in ascending order."""
     top, bottom = _log2(count_low), _log2(count_high)
     first, last = _as_float(low), _as_float(high)
     middle = first + (last - first) * ((top - _log2(wanted)) / (top - bottom))
-    # The share is off by about the root of what lies between.
+    # The interpolated share errs by about the square root of the number of keys between.
     spread = (last - first) * 0.25 / tl.sqrt((count_low - count_high).to(tl.float32))
     middle = tl.where(step == 0, guess, middle)
     spread = tl.where(step == 0, margin, spread)
@@ -120,17 +120,17 @@ def _probes(low, high, count_low, count_high, wanted, step, guess, margin):
 
 @triton.jit
 def narrow(key, count, wanted, slack, NORMAL: tl.constexpr):
-    """(low, reach, above): ``reach`` keys are >= low, and ``above`` are > low or, nearly, so.
+    """Narrow the range of the ``wanted``-th largest key; return (low, reach, above).
 
-    Either ``reach`` is at least ``wanted`` and at most ``slack`` more, or low is the ``wanted``-th
-    largest key and ``above`` the number of larger ones.
+    ``reach`` keys are >= low. Either ``reach`` is at least ``wanted`` and at most ``slack`` more,
+    or low is the ``wanted``-th largest key and ``above`` the number of larger ones.
 
     Args:
-        key: int32 of any shape, at most 32,767, NOTHING where there is none.
-        count: how many keys there are; at least ``wanted``.
-        wanted: at least 1.
-        slack: at least 0.
-        NORMAL: look first where normally distributed scores would have it.
+        key: int32 of any shape, at most 32,767 elements, NOTHING where there is none.
+        count: number of keys that exist, at least ``wanted``.
+        wanted: rank of the key to find, at least 1.
+        slack: surplus of keys that is accepted, at least 0.
+        NORMAL: True to look first where normally distributed scores would have the key.
     """
     there = key != NOTHING
     high = tl.max(key)
@@ -143,7 +143,7 @@ def narrow(key, count, wanted, slack, NORMAL: tl.constexpr):
         deviation = tl.sqrt(tl.maximum(tl.sum(x * x) / number - mean * mean, 0.0))
         guess = mean + deviation * _normal_quantile(count, wanted)
         margin, step = deviation * 0.075, 0
-    # Always: reach = count(>= low) >= wanted > above = count(> high).
+    # Invariant: reach = count(>= low) >= wanted > above = count(> high).
     reach, above = count, tl.zeros_like(count)
     while (low < high) & (reach > wanted + slack):
         lower, upper = _probes(low, high, reach, above, wanted, step, guess, margin)
@@ -167,9 +167,9 @@ def narrow(key, count, wanted, slack, NORMAL: tl.constexpr):
 
 @triton.jit
 def kth_largest(key, count, wanted, NORMAL: tl.constexpr):
-    """(limit, above): the ``above`` keys > limit and ``wanted - above`` of those == limit are best.
+    """Find (limit, above): the best keys are ``above`` that are > limit and others == limit.
 
-    Arguments are those of ``narrow``.
+    Of the latter ``wanted - above`` are taken. Arguments are those of ``narrow``.
     """
     low, reach, above = narrow(key, count, wanted, 0, NORMAL)
     whole = reach == wanted
@@ -178,18 +178,18 @@ def kth_largest(key, count, wanted, NORMAL: tl.constexpr):
 
 @triton.jit
 def places(key, limit, need):
-    """Where elements go that are chosen, in the order of elements, and whether they are.
+    """Return the places of the chosen elements, in the order of elements, and which are chosen.
 
-    Chosen are keys > limit and the first ``need`` keys == limit.
+    Keys > limit are chosen, and the first ``need`` keys == limit.
 
     Args:
         key: [LINES, EACH] int32, fewer than 2^15, neighbours in a line.
-        limit: a key, or NOTHING.
-        need: keys == limit that are chosen.
+        limit: smallest key that may be chosen, or NOTHING.
+        need: number of keys == limit that are chosen.
     """
     beyond = key > limit
     same = (key == limit) & (key != NOTHING)
-    # Two counts side by side.
+    # Scan two counts packed into one int32.
     pair = beyond.to(tl.int32) + (same.to(tl.int32) << 16)
     line = tl.sum(pair, 1)
     running = (tl.cumsum(line, 0) - line)[:, None] + tl.cumsum(pair, 1)
@@ -200,7 +200,7 @@ def places(key, limit, need):
 
 @triton.jit
 def _visible_columns(starts, ends, row, columns):
-    """First visible column and number of visible columns of a row."""
+    """Return the first visible column and the number of visible columns of a row."""
     first = tl.maximum(tl.load(starts + row), 0)
     length = tl.maximum(tl.minimum(tl.load(ends + row), columns).to(tl.int64) - first, 0)
     return first, length.to(tl.int32)
@@ -208,7 +208,7 @@ def _visible_columns(starts, ends, row, columns):
 
 @triton.jit
 def _load(line, candidates, first, at, count, MERGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns, existence and keys (unsigned) of elements [at, at + BLOCK) of ``count``."""
+    """Load columns, existence and unsigned keys of elements [at, at + BLOCK) of ``count``."""
     element = at + tl.arange(0, BLOCK)
     inside = element < count
     if MERGE:
@@ -222,7 +222,7 @@ def _load(line, candidates, first, at, count, MERGE: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _digit_histogram(key, inside, prefix, shift):
-    """Histogram of the digit at ``shift`` of the keys that begin with ``prefix``."""
+    """Count the digits at ``shift`` of the keys that begin with ``prefix``."""
     begins = inside & (((key >> shift) >> 8) == prefix)
     digit = ((key >> shift) & 255).to(tl.int32)
     if _MASKED_HISTOGRAM:
@@ -249,10 +249,10 @@ def select_kernel(
     RESIDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Top-k of a split of a row, or of a row's candidates, as columns in ascending order.
+    """Select the top-k of a split of a row, or of a row's candidates, as ascending columns.
 
-    ``kept`` columns are written, -1 where there are fewer. With MERGE the elements are the
-    ``splits * kept`` candidates of the row.
+    ``kept`` columns are written, -1 where there are fewer. With MERGE the elements are the ``splits
+    * kept`` candidates of the row.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -302,7 +302,7 @@ def select_kernel(
             column, inside, key = _load(line, candidates, first, at, count, MERGE, BLOCK)
         beyond = inside & ((key >> shift) > prefix)
         same = inside & ((key >> shift) == prefix)
-        # Two counts side by side: a block has fewer than 2^15 elements.
+        # Scan two counts packed into one int32: a block has fewer than 2^15 elements.
         pair = beyond.to(tl.int32) + (same.to(tl.int32) << 16)
         running = tl.cumsum(pair, 0)
         above_here = above + (running & 0xFFFF)
@@ -319,7 +319,7 @@ def select_kernel(
 
 @triton.jit
 def _composite(line, winners, place, kept):
-    """int64 of (score, lower column first) of winners, the lowest number where there is none."""
+    """Pack score and reversed column of winners into int64; absent ones are the lowest number."""
     column = tl.load(winners + place, mask=place < kept, other=-1)
     key = ordered(tl.load(line + column, mask=column >= 0, other=0)).to(tl.int64)
     order = (key << 32) | (0x7FFFFFFF - column).to(tl.int64)
@@ -328,14 +328,14 @@ def _composite(line, winners, place, kept):
 
 @triton.jit
 def _column_of(order, start):
-    """Inverse of ``_composite``, relative to ``start``; -1 where there is none."""
+    """Unpack the column of ``_composite``, relative to ``start``; -1 where there is none."""
     column = 0x7FFFFFFF - (order & 0x7FFFFFFF)
     return tl.where(order == -0x8000000000000000, -1, column - start).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["k", "kept"])
 def sort_kernel(logits, row_stride, starts, winners, out, out_stride, k, kept, BLOCK: tl.constexpr):
-    """A row's winners, best first, and -1 up to k."""
+    """Sort a row's winners, best first, and fill with -1 up to k."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     order = _composite(logits + row * row_stride, winners + row * kept, place, kept)
@@ -362,7 +362,7 @@ def rank_kernel(
     RANKED: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """RANKED of a row's winners: each goes where as many are better than it; -1 up to k."""
+    """Store RANKED of a row's winners, each at the number of better winners; -1 up to k."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
     line = logits + row * row_stride

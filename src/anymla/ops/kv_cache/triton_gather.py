@@ -41,7 +41,10 @@ def gather_slots_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Decode ``count`` slots; page stride in bytes, capacity in slots, the others in elements."""
+    """Decode ``count`` slots.
+
+    The page stride is in bytes, capacity in slots, and the other strides in elements.
+    """
     CHANNELS: tl.constexpr = getattr(CODEC, "channels")
     if PDL:
         gdc_wait()

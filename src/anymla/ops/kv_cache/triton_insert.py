@@ -42,7 +42,7 @@ def insert_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store ``count`` rows of k; page stride in bytes, capacity in slots."""
+    """Store ``count`` rows of k; the page stride is in bytes, and capacity in slots."""
     KIND: tl.constexpr = getattr(CODEC, "kind")
     CHANNELS: tl.constexpr = getattr(CODEC, "channels")
     NOPE: tl.constexpr = getattr(CODEC, "nope")
@@ -53,7 +53,7 @@ def insert_kernel(
     channel = tl.arange(0, CHANNELS)
     mask = row < count
     slot = tl.load(slots + row, mask=mask, other=-1)
-    # Not masked by the slot: both loads are under way at the same time.
+    # Do not mask by the slot, so that both loads are in flight at the same time.
     at = k + row[:, None] * row_stride + (channel * column_stride)[None, :]
     x = tl.load(at, mask=mask[:, None], other=0.0).to(tl.float32)
     valid = (slot >= 0) & (slot < capacity)

@@ -29,9 +29,9 @@ OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float
 # Hopper. Numbers of waves (tiles over SMs): nearly two, more than one, nearly one, and most of one.
 # Measured on all products of both models with 17 to 128 tokens.
 _TWO_WAVES, _MORE_THAN_ONE, _ONE_WAVE, _MOST_OF_ONE = 1.8, 1.2, 0.9, 0.65
-# Most tokens for which two CTAs an SM are best, in chains of all products: V4-Flash's six with 1, 8
-# and 16 tokens take 43.5, 43.3 and 46.7 us (45.0, 46.4 and 53.6 with one CTA), V4-Pro's 99.6, 99.5
-# and 103.9 (99.4, 102.3 and 123.3).
+# Largest number of tokens for which two CTAs an SM are best, in chains of all products: V4-Flash's
+# six with 1, 8 and 16 tokens take 43.5, 43.3 and 46.7 us (45.0, 46.4 and 53.6 with one CTA),
+# V4-Pro's 99.6, 99.5 and 103.9 (99.4, 102.3 and 123.3).
 _VERY_FEW = 16
 # _SHORT_K: K blocks up to which the exchange of a tile's sums weighs much, so that warps have rows
 # of their own instead: wq_b, 32768 x 1024 and 65536 x 1536. _LONG_K: K blocks from which a deep
@@ -39,8 +39,8 @@ _VERY_FEW = 16
 # 7168 x 16384, 64 tokens 49.5 us to 35.0; the last, with more than 64 tokens: V4-Flash's six
 # products, 91.1 to 84.7.
 _SHORT_K, _LONG_K, _LONG_K_OF_MANY_TOKENS = 16, 48, 32
-# Most tokens that the kernels take, and most with exact products: with 64 tokens, the six products
-# take 145 us in float16 and 66.6 by the FP8 instruction; with 32, 55.9 and 61.
+# Largest number of tokens that the kernels take, and most with exact products: with 64 tokens, the
+# six products take 145 us in float16 and 66.6 by the FP8 instruction; with 32, 55.9 and 61.
 MAX_TOKENS, MAX_EXACT_TOKENS = 128, 32
 # bfloat16: tokens of the small tile, and rows up to which it was compared with cuBLAS: the
 # compressors' product, 2624 x 4096, 7.6 us instead of 10.6, and V4-Pro's.

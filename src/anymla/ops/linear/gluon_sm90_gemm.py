@@ -1,18 +1,20 @@
 """FP8 and bfloat16 GEMMs on Hopper for few tokens, at the speed of reading the weight.
 
-Grid: as many CTAs as are resident at once; a CTA takes every n-th tile of BLOCK_N rows of the
-weight.
+The grid has as many CTAs as are resident at once; a CTA takes every n-th tile of BLOCK_N rows of
+the weight.
 
     w [groups x n, K]  .  x [tokens, group, K]^T  ->  y [tokens, group, n]
 
-    producer    1 warp: K blocks of 128 channels of both operands by TMA into a ring of STAGES; the
-                weight's first stages at once, activations after the grid before has ended
+    producer    1 warp loads K blocks of 128 channels of both operands by TMA into a ring of STAGES:
+                the weight's first stages at once, activations after the previous grid has ended
     consumer    one of
         warp_split_k    each warp has its own K blocks; warps share nothing until a tile ends, where
                         sums are added in the order of the K blocks (mma.sync, up to 32 tokens)
-        warp_split_n    BLOCK_N / WARPS rows a warp, a K block a stage; for short K (mma.sync)
-        fp8_wgmma       16 tokens for each warp: IN_FLIGHT products by the FP8 instruction, of which
-                        later ones run while earlier ones are scaled and added (33 to 128 tokens)
+        warp_split_n    each warp has BLOCK_N / WARPS rows, and a stage is one K block; for short K
+                        (mma.sync)
+        fp8_wgmma       each warp has 16 tokens and keeps IN_FLIGHT products by the FP8 instruction
+                        in flight, of which later ones run while earlier ones are scaled and added
+                        (33 to 128 tokens)
 
 Barriers: full[i] from TMA to consumer, empty[i] from consumer to producer.
 
@@ -20,9 +22,8 @@ Consumers with mma.sync decode codes to float16 in registers, whose products are
 accumulate in float32; each K block's sum is then scaled. Both operands permute the channels in the
 same way: a thread has eight neighbours of a line's 32 packed int32, so that it reads 16 bytes at a
 time. Where 32 channels share a scale (only in warp_split_k), it has two of each eight, so that an
-instruction's channels belong to one quant block. A tile of fp8_wgmma has few rows instead of a part
-of K, so that no sums are exchanged; in return, its activations are read again for every tile, from
-L2.
+instruction's channels belong to one quant block. A tile of fp8_wgmma has few rows and all of K, so
+that no sums are exchanged; in return, its activations are read again from L2 for every tile.
 """
 
 from typing import Any, NamedTuple
@@ -100,14 +101,14 @@ def packed_layout(warps, rows, quant):
 
 @gluon.jit
 def _e4m3_to_fp16(packed):
-    """Packed e4m3 int32 [..] to float16 [.., 2, 2]."""
+    """Decode packed e4m3 int32 [..] to float16 [.., 2, 2]."""
     a, b, c, d = cvt_f16_e4m3x4(packed)
     return gl.join(gl.join(a, c), gl.join(b, d))
 
 
 @gluon.jit
 def decode_e4m3(packed):
-    """Packed e4m3 int32 [.., n] to float16 [.., 4 n], in the order of ``packed_layout``."""
+    """Decode packed e4m3 int32 [.., n] to float16 [.., 4 n], in the order of ``packed_layout``."""
     W: gl.constexpr = packed.shape[0]
     BLOCK_N: gl.constexpr = packed.shape[1]
     WORDS: gl.constexpr = packed.shape[2]
@@ -117,7 +118,7 @@ def decode_e4m3(packed):
 
 @gluon.jit
 def quarters(packed):
-    """Packed int32 [.., 32] as four [.., 8]."""
+    """Split packed int32 [.., 32] into four [.., 8]."""
     W: gl.constexpr = packed.shape[0]
     BLOCK_N: gl.constexpr = packed.shape[1]
     parts = gl.permute(gl.reshape(packed, (W, BLOCK_N, 2, 2, 8)), (0, 1, 4, 2, 3))
@@ -129,7 +130,7 @@ def quarters(packed):
 
 @gluon.jit
 def unpack_bf16(packed):
-    """Pairs of bfloat16 [.., 32] as [.., 64], in the order of ``packed_layout``."""
+    """Unpack pairs of bfloat16 [.., 32] to [.., 64], in the order of ``packed_layout``."""
     a, b = mov_bf16_bf16x2(packed)
     W: gl.constexpr = packed.shape[0]
     BLOCK_N: gl.constexpr = packed.shape[1]
@@ -139,7 +140,7 @@ def unpack_bf16(packed):
 
 @gluon.jit
 def decode_scale(scale):
-    """Scales as float32, from ue8m0 or as they are."""
+    """Convert ue8m0 scales to float32; float32 scales pass unchanged."""
     if scale.dtype == gl.uint8:
         wide = scale.to(gl.int32)
         bits = gl.where(wide == 0, 0x00400000, wide << 23)
@@ -161,19 +162,22 @@ def packed_layout_2d(lines, warps, shared):
 
 @gluon.jit
 def decode_e4m3_2d(packed):
-    """Packed e4m3 int32 [lines, 32] to float16 [lines, 128] in that order."""
+    """Decode packed e4m3 int32 [lines, 32] to float16 [lines, 128], as ``packed_layout_2d``."""
     LINES: gl.constexpr = packed.shape[0]
     value = gl.reshape(_e4m3_to_fp16(packed), (LINES, 4, 8, 4))
     return gl.reshape(gl.permute(value, (0, 2, 1, 3)), (LINES, _K_BLOCK))
 
 
-# Renamed after Triton 3.6.
+# Triton 3.6 has the function's old name.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
 def _tma_load(desc, line, k_block, barrier, to, WIDTH: gl.constexpr, pred=True):
-    """Copy the box of some lines at a K block; WIDTH values are one, or 0 for boxes of several."""
+    """Copy the box of some lines at a K block by TMA.
+
+    A box is one K block of WIDTH values wide; WIDTH is 0 for boxes of several K blocks.
+    """
     if WIDTH == 0:
         _async_load(desc, [k_block, line, 0], barrier, to, pred=pred)
     else:
@@ -186,21 +190,21 @@ def produce(
     BLOCK_N: gl.constexpr, BYTES: gl.constexpr, K_BLOCKS: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """TMA loads of every tile of a CTA, a stage after the other.
+    """Load the operands of every tile of a CTA by TMA, one stage after the other.
 
     Args:
-        x_desc: activations of all groups; the kernels say how.
-        w_desc: the weight of all groups.
-        ring: ``Ring``.
-        n: rows of a group.
-        k_blocks: of a tile.
-        tiles: of all CTAs.
-        BLOCK_N: of a tile.
-        BYTES: of a step.
-        K_BLOCKS: of a step.
-        WIDTH: see ``_tma_load``.
-        STAGES: of the ring.
-        PDL: see ``pdl_launch``.
+        x_desc: descriptor of the activations of all groups, as the kernel defines it.
+        w_desc: descriptor of the weight of all groups.
+        ring: stages to fill, a ``Ring``.
+        n: rows of a group's weight.
+        k_blocks: K blocks per tile.
+        tiles: number of tiles of all CTAs together.
+        BLOCK_N: rows per tile.
+        BYTES: bytes of both operands per step.
+        K_BLOCKS: K blocks per step.
+        WIDTH: argument of ``_tma_load``.
+        STAGES: number of stages in the ring.
+        PDL: True if launched by ``pdl_launch``.
     """
     first = gl.program_id(0)
     ctas = gl.num_programs(0)
@@ -246,7 +250,7 @@ def produce(
 
 @gluon.jit
 def _load_scales(at, stride, mask, BLOCKS: gl.constexpr):
-    """A tuple of the scales at ``at`` and of those of the BLOCKS - 1 quant blocks after."""
+    """Load the scales at ``at`` and those of the next BLOCKS - 1 quant blocks as a tuple."""
     found = ()
     for block in gl.static_range(BLOCKS):
         found = found + (gl.load(at + block * stride, mask=mask, other=0),)  # noqa: RUF005
@@ -260,7 +264,7 @@ def _consume_split_k(
     MN_MAJOR: gl.constexpr, BF16: gl.constexpr, QUANT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     x_scales, scales, out, tokens, n, k_blocks, tiles, groups, x_scale_token, x_scale_k = gemm
-    BLOCKS: gl.constexpr = 128 // QUANT  # quant blocks of a K block
+    BLOCKS: gl.constexpr = 128 // QUANT  # quant blocks in a K block
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2 if BF16 else 4)
     B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2 if BF16 else 4)
@@ -290,7 +294,7 @@ def _consume_split_k(
         f_at = gl.expand_dims(column if MN_MAJOR else column * x_scale_token, 0)
         f_at = x_scales + (f_at + gl.expand_dims(k_block * BLOCKS * x_scale_k, 1))
         inside = gl.expand_dims((column // 16 * 16 if MN_MAJOR else column) < tokens, 0)
-        # Of the step after the one that is multiplied.
+        # These scales belong to the step after the one that is being multiplied.
         x_tile = first
         x_block = 0
         factors = _load_scales(
@@ -357,30 +361,31 @@ def warp_split_k_kernel(
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     MN_MAJOR: gl.constexpr, BF16: gl.constexpr, QUANT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """X @ w^T with a K block a warp (``warp_split_k``).
+    """Multiply x @ w^T with one K block per warp (``warp_split_k``).
 
     Args:
         x_desc: int32 [groups * K / 128, T, 32], e4m3 codes; boxes [WARPS, BLOCK_M, 32].
-        x_scales: float32, of quant block r of token t and group g at
-            t * x_scale_token + (g * K / QUANT + r) * x_scale_k.
+        x_scales: float32, of which quant block r of token t and group g is at t * x_scale_token +
+            (g * K / QUANT + r) * x_scale_k.
         w_desc: int32 [K / 128, groups * n, 32], the weight's codes; boxes [WARPS, BLOCK_N, 32].
-        scales: uint8 (ue8m0) or float32 [groups, ceil(n / QUANT), K / QUANT].
-        out: [T, groups, n].
-        tokens: T, at most BLOCK_M.
-        n: rows of a group, a multiple of BLOCK_N.
-        k_blocks: K / 128.
-        tiles: groups * n / BLOCK_N.
-        groups: see above.
-        x_scale_token: see above.
-        x_scale_k: see above.
-        BLOCK_N: 16, 32 or 64, at most QUANT.
-        BLOCK_M: tokens of the tile, at least 8.
-        WARPS: of the consumer.
-        STAGES: of the ring.
-        MN_MAJOR: x_scale_token is 1; there are scales of as many rows as ``QuantizedRows`` has.
-        BF16: both operands are bfloat16, K blocks are 64 channels, and there are no scales.
+        scales: scales of the weight, uint8 (ue8m0) or float32 [groups, ceil(n / QUANT), K / QUANT].
+        out: result to be written, [T, groups, n].
+        tokens: number of tokens T, at most BLOCK_M.
+        n: rows of a group's weight, a multiple of BLOCK_N.
+        k_blocks: number of K blocks, K / 128.
+        tiles: number of tiles, groups * n / BLOCK_N.
+        groups: number of products, one for each group.
+        x_scale_token: elements between the scales of consecutive tokens.
+        x_scale_k: elements between the scales of consecutive quant blocks.
+        BLOCK_N: rows per tile, 16, 32 or 64, at most QUANT.
+        BLOCK_M: tokens per tile, at least 8.
+        WARPS: warps in the consumer.
+        STAGES: number of stages in the ring.
+        MN_MAJOR: True if x_scale_token is 1; scales then exist for as many rows as
+            ``QuantizedRows`` has.
+        BF16: True if both operands are bfloat16; K blocks are then 64 channels, without scales.
         QUANT: rows of the weight, and channels of both operands, that share a scale: 128 or 32.
-        PDL: launched before what makes x has ended.
+        PDL: True if launched before the kernel that makes x has ended.
     """
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, BLOCK_N, 32], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, BLOCK_M, 32], x_desc.layout)
@@ -476,27 +481,27 @@ def warp_split_n_kernel(
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     MN_MAJOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """X @ w^T with rows of the weight a warp (``warp_split_n``).
+    """Multiply x @ w^T with rows of the weight divided among warps (``warp_split_n``).
 
     Args:
         x_desc: int32 [T, groups * K / 4], e4m3 codes; boxes [BLOCK_M, 32].
-        x_scales: as of ``warp_split_k_kernel``.
+        x_scales: scales of x, laid out as in ``warp_split_k_kernel``.
         w_desc: int32 [groups * n, K / 4], the weight's codes; boxes [BLOCK_N, 32].
-        scales: as of ``warp_split_k_kernel``.
-        out: [T, groups, n].
-        tokens: T, at most BLOCK_M.
-        n: rows of a group, a multiple of BLOCK_N.
-        k_blocks: K / 128.
-        tiles: groups * n / BLOCK_N.
-        groups: see above.
-        x_scale_token: as of ``warp_split_k_kernel``.
-        x_scale_k: as of ``warp_split_k_kernel``.
-        BLOCK_N: 64 or 128, which share scales.
-        BLOCK_M: tokens of the tile, at least 8.
-        WARPS: of the consumer.
-        STAGES: of the ring.
-        MN_MAJOR: as of ``warp_split_k_kernel``.
-        PDL: launched before what makes x has ended.
+        scales: scales of the weight, laid out as in ``warp_split_k_kernel``.
+        out: result to be written, [T, groups, n].
+        tokens: number of tokens T, at most BLOCK_M.
+        n: rows of a group's weight, a multiple of BLOCK_N.
+        k_blocks: number of K blocks, K / 128.
+        tiles: number of tiles, groups * n / BLOCK_N.
+        groups: number of products, one for each group.
+        x_scale_token: elements between the scales of consecutive tokens.
+        x_scale_k: elements between the scales of consecutive quant blocks.
+        BLOCK_N: rows per tile, 64 or 128, which share scales.
+        BLOCK_M: tokens per tile, at least 8.
+        WARPS: warps in the consumer.
+        STAGES: number of stages in the ring.
+        MN_MAJOR: True if x_scale_token is 1; see ``warp_split_k_kernel``.
+        PDL: True if launched before the kernel that makes x has ended.
     """
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, 32], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M, 32], x_desc.layout)
@@ -526,7 +531,7 @@ def warp_split_n_kernel(
 
 @gluon.jit
 def _issue_wgmma(ring, step, zeros, STAGES: gl.constexpr):
-    """Issue the product of a stage."""
+    """Wait for a stage and issue its product."""
     slot = step % STAGES
     mbarrier.wait(ring.full.index(slot), (step // STAGES) & 1)
     return warpgroup_mma(
@@ -610,26 +615,26 @@ def fp8_wgmma_kernel(
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """X @ w^T by the FP8 warpgroup instruction (``fp8_wgmma``).
+    """Multiply x @ w^T by the FP8 warpgroup instruction (``fp8_wgmma``).
 
     Args:
-        x_desc: [T, groups * K] of e4m3, boxes [BLOCK_M, 128].
-        x_scales: as of ``warp_split_k_kernel``.
-        w_desc: [groups * n, K] of e4m3, boxes [BLOCK_N, 128].
-        scales: as of ``warp_split_k_kernel``.
-        out: [T, groups, n].
-        tokens: T, at most BLOCK_M.
-        n: rows of a group, a multiple of BLOCK_N.
-        k_blocks: K / 128, a multiple of IN_FLIGHT.
-        tiles: groups * n / BLOCK_N.
-        groups: see above.
-        x_scale_token: as of ``warp_split_k_kernel``.
-        x_scale_k: as of ``warp_split_k_kernel``.
-        BLOCK_N: a power of two from 8 to 128.
-        BLOCK_M: 64 or 128.
-        STAGES: of the ring, at least IN_FLIGHT.
-        IN_FLIGHT: products in flight, 2 or 4.
-        PDL: launched before what makes x has ended.
+        x_desc: descriptor of x, [T, groups * K] of e4m3, boxes [BLOCK_M, 128].
+        x_scales: scales of x, laid out as in ``warp_split_k_kernel``.
+        w_desc: descriptor of the weight, [groups * n, K] of e4m3, boxes [BLOCK_N, 128].
+        scales: scales of the weight, laid out as in ``warp_split_k_kernel``.
+        out: result to be written, [T, groups, n].
+        tokens: number of tokens T, at most BLOCK_M.
+        n: rows of a group's weight, a multiple of BLOCK_N.
+        k_blocks: number of K blocks, K / 128, a multiple of IN_FLIGHT.
+        tiles: number of tiles, groups * n / BLOCK_N.
+        groups: number of products, one for each group.
+        x_scale_token: elements between the scales of consecutive tokens.
+        x_scale_k: elements between the scales of consecutive quant blocks.
+        BLOCK_N: rows per tile, a power of two from 8 to 128.
+        BLOCK_M: tokens per tile, 64 or 128.
+        STAGES: number of stages in the ring, at least IN_FLIGHT.
+        IN_FLIGHT: number of products in flight, 2 or 4.
+        PDL: True if launched before the kernel that makes x has ended.
     """
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, 128], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 128], x_desc.layout)

@@ -45,7 +45,7 @@ def gemm_kernel(
     QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of results, or of one split's sums."""
+    """Compute a tile of results, or of one split's sums."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -85,7 +85,7 @@ def gemm_kernel(
 
 @triton.jit(do_not_specialize=["count", "splits"])
 def split_k_reduce_kernel(partials, out, count, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """BLOCK results: the splits' sums added in order."""
+    """Compute BLOCK results by adding the splits' sums in order."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

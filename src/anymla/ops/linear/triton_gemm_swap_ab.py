@@ -43,7 +43,7 @@ def gemm_swap_ab_kernel(
     QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of results, or of one split's sums."""
+    """Compute a tile of results, or of one split's sums."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -56,7 +56,7 @@ def gemm_swap_ab_kernel(
     first = split * split_blocks
     at = token * groups + group
     scale_row = row // QUANT if FORMAT == "fp8" else row
-    # Bytes of a K block of packed codes, its scales, and those of the activations.
+    # Bytes of a K block of codes, and the number of the activations' scales in it.
     WEIGHT: tl.constexpr = 128 if FORMAT == "fp8" else 64
     X_SCALES: tl.constexpr = 128 // QUANT
     SCALES: tl.constexpr = X_SCALES if FORMAT == "fp8" else 4

@@ -1,6 +1,6 @@
-"""Inverse RoPE of heads for a 16-bit GEMM; ``_triton_epilogue`` has the one that quantises.
+"""Inverse RoPE of heads for a 16-bit GEMM; ``_triton_epilogue`` holds the one that quantises.
 
-A head of D channels has ceil(D/128) blocks. Grid: groups of BLOCKS blocks.
+A head of D channels has ceil(D/128) blocks. The grid is groups of BLOCKS blocks.
 
     BLOCKS x 128 of o [T, H, D] -> R^-1 -> the same place of the result
 """
@@ -15,7 +15,7 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
-# Blocks of a CTA: 16 values a thread, or 4 for low latency.
+# Blocks per CTA: 16 values per thread, or 4 for low latency.
 _BLOCKS, _FEW_BLOCKS = 16, 4
 # Number of heads up to which a CTA has _FEW_BLOCKS of them.
 _FEW_HEADS = 1024
@@ -36,7 +36,7 @@ def inverse_rope_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCKS blocks of WIDTH channels."""
+    """Rotate BLOCKS blocks of WIDTH channels back."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -108,8 +108,9 @@ _SM90_CONFIGS = (
         (Sm90Config(32, 128, 512, 3, 1, 0, 2), Sm90Config(32, 128, 256, 6, 1, 0, 2)),
     ),
 )
-# Most pairs an expert for activations with a scale for every 32 channels, whose sums are more work:
-# V4.1-Flash, 384 experts: 8 pairs 2,625 us, Triton 2,853; 16 pairs 3,827, Triton 3,823.
+# Largest number of pairs an expert for activations with a scale for every 32 channels, whose sums
+# are more work: V4.1-Flash, 384 experts: 8 pairs 2,625 us, Triton 2,853; 16 pairs 3,827, Triton
+# 3,823.
 _MOST_PAIRS_OF_SMALL_BLOCKS = 12
 
 
@@ -378,10 +379,11 @@ OPERANDS_IN_SHARED = ("sm_90", "sm_100")
 # they are multiplied into bfloat16 operands, once for all columns. Measured with V4-Flash, 32
 # experts, 32 tokens (6 pairs an expert) and 128 (24).
 _MAX_SCALED_SUMS = 12
-# Most pairs an expert for which twice the CTAs beat larger tiles. V4-Flash, 32 experts, 8 tokens.
+# Largest number of pairs an expert for which twice the CTAs beat larger tiles. V4-Flash, 32
+# experts, 8 tokens.
 _MAX_SMALL_TILES = 3
-# Most pairs an expert, then pairs of a block and channels of a step. V4-Flash, 32 experts; 128, 256
-# and 4,096 tokens.
+# Largest number of pairs an expert, then pairs of a block and channels of a step. V4-Flash, 32
+# experts; 128, 256 and 4,096 tokens.
 _BF16_TILES = ((32, 32, 128), (48, 64, 64), (float("inf"), 128, 64))
 
 
@@ -518,7 +520,7 @@ def choose_align_config(pairs: int, experts: int) -> AlignConfig:
 
 # CTAs that suffice for the scores' GEMM, and the shortest split of its channels.
 _ROUTER_CTAS, _SHORTEST_SPLIT = 256, 256
-# Most tokens for which each token has its own CTA, whose threads find its experts.
+# Largest number of tokens for which each token has its own CTA, whose threads find its experts.
 _MAX_WARP_TOKENS = 512
 # Scores of a CTA if there are more tokens, and most tokens of a CTA.
 _ROUTE_SCORES, _MAX_ROUTE_TOKENS = 2048, 16

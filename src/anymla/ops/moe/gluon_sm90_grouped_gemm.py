@@ -9,14 +9,15 @@ activations stay in shared memory for all its tiles. Activations of w1 and w3 ar
 weights, and STAGES is less than a tile's number of stages, so a new block's activations replace
 those that the last tile has already used.
 
-CTAs of w2 load weights before they wait. The list of blocks that says which weights is complete by
-then, because w1's kernel waited for it before it let w2's start; it is read past the L1 cache,
-which may hold older data of the same address.
+CTAs of w2 load weights before they wait. The list of blocks, from which the weights' addresses
+follow, is complete by then: w1's kernel waited for it before it let w2's start. It is read past the
+L1 cache, which may hold older data of the same address.
 
-The weight's rows are rows of the matrix instruction, tokens its columns (swap AB). Eight codes are
-a packed int32, which becomes e4m3 operands in registers (``formats.triton_words``); activations are
-in shared memory in the order of these operands. A product covers 32 channels, which share one scale
-of the weight; the sum over 128 channels, or each product, has one scale of the activations.
+The weight's rows are rows of the matrix instruction, and tokens are its columns (swap AB). Eight
+codes are a packed int32, which becomes e4m3 operands in registers (``formats.triton_words``);
+activations are in shared memory in the order of these operands. A product covers 32 channels, which
+share one scale of the weight; the sum over 128 channels, or each product, has one scale of the
+activations.
 """
 
 # mypy: ignore-errors
@@ -40,7 +41,7 @@ _FLOOR = gl.constexpr(ACTIVATION_AMAX_FLOOR)
 
 @gluon.jit
 def _decode_e2m1(words):
-    """Int32 [M, 4] to float8e4nv [M, 32], value * 2^-6; see ``formats.triton_words``."""
+    """Decode int32 [M, 4] to float8e4nv [M, 32], value * 2^-6; see ``formats.triton_words``."""
     ROWS: gl.constexpr = words.shape[0]
     lower = ((words << 4) & -0x7F7F7F80) | ((words << 2) & 0x1C1C1C1C)
     upper = (words & -0x7F7F7F80) | ((words >> 2) & 0x1C1C1C1C)
@@ -54,7 +55,7 @@ def _decode_e2m1(words):
 
 @gluon.jit
 def _factor(scale, BYTE: gl.constexpr):
-    """2^(byte - 127) of one byte of each word; 255 is looked for by ``_decode_scales``."""
+    """Return 2^(byte - 127) of one byte of each word; ``_decode_scales`` finds NaN bytes (255)."""
     bits = scale >> 1 if BYTE == 3 else scale << (23 - 8 * BYTE)
     # Byte 0 stands for 2^-127, which is subnormal.
     return gl.maximum(bits & 0x7F800000, 0x00400000).to(gl.float32, bitcast=True)
@@ -62,7 +63,7 @@ def _factor(scale, BYTE: gl.constexpr):
 
 @gluon.jit
 def _decode_scales(scale):
-    """Float32 [M, 4 R] of the bytes of int32 [M, R]; NaN for one of a word's four is enough."""
+    """Decode bytes of int32 [M, R] to float32 [M, 4 R]; any NaN makes its word's first one NaN."""
     M: gl.constexpr = scale.shape[0]
     R: gl.constexpr = scale.shape[1]
     # Adding one to 255 overflows into bit 7.
@@ -75,7 +76,7 @@ def _decode_scales(scale):
 
 @gluon.jit
 def _split4(words):
-    """Words [M, 4 W] as four [M, W]."""
+    """Split words [M, 4 W] into four [M, W]."""
     M: gl.constexpr = words.shape[0]
     W: gl.constexpr = words.shape[1] // 4
     halves = gl.permute(gl.reshape(words, [M, 2, 2, W]), (0, 3, 2, 1))
@@ -97,7 +98,7 @@ def _product(words, x, number, ACC: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _issue_wgmma(words, x, number, ACC: gl.constexpr, N: gl.constexpr):
-    """Products of four times 32 channels: words [M, 16], x [., N, 32] from ``number`` on."""
+    """Issue products of four times 32 channels: words [M, 16], x [., N, 32] from ``number`` on."""
     w0, w1, w2, w3 = _split4(words)
     p0 = _product(w0, x, number, ACC, N)
     p1 = _product(w1, x, number + 1, ACC, N)
@@ -111,7 +112,10 @@ def _wait_and_scale(
     parts, factor, x_factor, k_block, ACC: gl.constexpr, IN_FLIGHT: gl.constexpr,
     QUANT: gl.constexpr,
 ):  # fmt: skip
-    """Their sum with factors [M, 4] and the activations'; IN_FLIGHT may still be in flight."""
+    """Wait for four products and add them with factors [M, 4] and the activations' factors.
+
+    IN_FLIGHT later products may still be in flight.
+    """
     p0, p1, p2, p3 = parts
     f0, f1, f2, f3 = _split4(factor)
     p0, p1, p2, p3 = warpgroup_mma_wait(IN_FLIGHT, deps=[p0, p1, p2, p3])
@@ -129,14 +133,14 @@ def _wait_and_scale(
 
 @gluon.jit
 def _as_column(column, ACC: gl.constexpr):
-    """[M, 1] beside the sums."""
+    """Lay out a column [M, 1] like the sums."""
     line = gl.convert_layout(gl.reshape(column, [column.shape[0]]), gl.SliceLayout(1, ACC))
     return gl.expand_dims(line, 1)
 
 
 @gluon.jit
 def _split2(words):
-    """The left and the right half of a tile."""
+    """Split a tile into its left and its right half."""
     M: gl.constexpr = words.shape[0]
     W: gl.constexpr = words.shape[1] // 2
     return gl.split(gl.permute(gl.reshape(words, [M, 2, W]), (0, 2, 1)))
@@ -144,18 +148,18 @@ def _split2(words):
 
 @gluon.jit
 def _x_scale(x_factor, qb, ACC: gl.constexpr):
-    """Factors [1, N] of what the products of a quant block add up to."""
+    """Load the factors [1, N] of the products' sum over a quant block."""
     return gl.expand_dims(x_factor.index(qb).load(gl.SliceLayout(0, ACC)) * _UNIT, 0)
 
 
 @gluon.jit
 def _quantize_block(value, x_bytes, x_groups, k_block, N: gl.constexpr, QUANT: gl.constexpr):
-    """128 channels [N, 128] as codes in the order of decoded weights, and their scales."""
+    """Quantise 128 channels [N, 128] to codes in the order of decoded weights, and to scales."""
     value = gl.reshape(value.to(gl.float32), [N, 128 // QUANT, QUANT])
     ratio = gl.maximum(gl.max(gl.abs(value), 2), _FLOOR) * (1.0 / 448.0)
     bits = ratio.to(gl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(gl.int32)
-    # An infinite value has exponent 128, whose inverse is no normal number.
+    # An infinite value has exponent 128, whose inverse is not a normal number.
     inverse = (gl.maximum(-exponent, -126) + 127) << 23
     value = value * gl.expand_dims(inverse.to(gl.float32, bitcast=True), 2)
     codes = value.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
@@ -171,7 +175,7 @@ def _quantize_activations(
     K: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr, BATCH: gl.constexpr,
     QUANT: gl.constexpr,
 ):  # fmt: skip
-    """The rows of a block's pairs, BATCH K blocks of each at once."""
+    """Quantise the rows of a block's pairs, BATCH K blocks of each at once."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     column = gl.arange(0, N, layout=gl.SliceLayout(1, L))
     begin = gl.load(blocks + count + block)
@@ -194,7 +198,7 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 
 @gluon.jit
 def _expert_offset(expert, stride, table, UNIT: gl.constexpr):
-    """Elements from the first expert's tensor to this one's; a table's are in units."""
+    """Return the elements from the first expert's tensor to this one's; a table counts in UNITs."""
     here = expert.to(gl.int64)
     if table is None:
         return here * stride
@@ -208,14 +212,15 @@ def _work_tile(
     K: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, UP: gl.constexpr,
     W_UNIT: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile's codes and scales begin, in one matrix or in two, and its block's places.
+    """Return where a tile's codes and scales begin, in one matrix or in two, and its block's range.
 
-    ``gate`` and ``up`` are pointer, stride and table of weight and scale: w1's (or w2's) and w3's.
+    ``gate`` and ``up`` are pointer, stride and table of weight and of scale: w1's (or w2's) and
+    w3's.
     """
     w1, w1_stride, w1_table, s1, s1_stride, s1_table = gate
     block = work_tile // TILES
     tile = (work_tile - block * TILES).to(gl.int64)
-    # Past the first-level cache: w2's CTAs read them before they wait.
+    # Read past the L1 cache, because w2's CTAs read these before they wait.
     expert = gl.load(blocks + block, cache_modifier=".cg")
     place = gl.load(blocks + count + block, cache_modifier=".cg")
     end = gl.load(blocks + 2 * count + block, cache_modifier=".cg")
@@ -235,7 +240,7 @@ def _load_weights(
     ring, scale_ring, wa, wb, sa, sb, part,
     M: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, UP: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A stage's codes [M, CHUNK / 8] and scales [M, CHUNK / 128], four of either to a word."""
+    """Load a stage's codes [M, CHUNK / 8] and scales [M, CHUNK / 128], four of either per word."""
     C: gl.constexpr = CHUNK // 8
     K_BLOCKS: gl.constexpr = CHUNK // 128
     FW: gl.constexpr = gl.BlockedLayout([1, 4], [128 // C, C // 4], [WARPS, 1], [1, 0])
@@ -243,7 +248,8 @@ def _load_weights(
     fr = gl.arange(0, M, layout=gl.SliceLayout(1, FW))
     sr = gl.arange(0, M, layout=gl.SliceLayout(1, FS))
     if UP:
-        # Gate and up are rows g and g + 8 of a warp's instruction, so that a thread has both.
+        # Put gate and up into rows g and g + 8 of a warp's instruction, so that one thread has
+        # both.
         wa = gl.where(gl.expand_dims(fr % 16 >= 8, 1), wb, wa)
         sa = gl.where(gl.expand_dims(sr % 16 >= 8, 1), sb, sa)
         fr = fr // 16 * 8 + fr % 8
@@ -262,7 +268,7 @@ def _load_activations(
     K: gl.constexpr, N: gl.constexpr, CHUNK: gl.constexpr, PER_TOKEN: gl.constexpr,
     WARPS: gl.constexpr, QUANT: gl.constexpr,
 ):  # fmt: skip
-    """CHUNK channels of the operands of a block's pairs, and their scales."""
+    """Load CHUNK channels of the operands of a block's pairs, and their scales."""
     QUANT_BLOCKS: gl.constexpr = CHUNK // QUANT
     FX: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
     FF: gl.constexpr = gl.BlockedLayout([1, 1], [32 // N, N], [WARPS, 1], [1, 0])
@@ -285,7 +291,7 @@ def _load_activations(
 
 @gluon.jit
 def _clamped_swiglu(gate, up, limit):
-    """As ``triton_swiglu.clamped_swiglu``."""
+    """Compute the function of ``triton_swiglu.clamped_swiglu``."""
     gate = gl.where(gate > limit, limit, gate)
     up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
     return gate / (1.0 + gl.exp(-gate)) * up
@@ -329,44 +335,44 @@ def grouped_gemm_kernel(
     W_UNIT: gl.constexpr, WARPS: gl.constexpr, CTAS_PER_SM: gl.constexpr, BATCH: gl.constexpr,
     IN_FLIGHT: gl.constexpr, QUANT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One grouped GEMM: w1 and w3 with SwiGLU (UP), or w2.
+    """Compute one grouped GEMM: w1 and w3 with SwiGLU (UP), or w2.
 
     Args:
         x: with UP uint8, e4m3 operands [T, K] in the order of decoded weights, else any [pairs, K].
-        x_scales: with UP float32 [T, K / QUANT].
-        weights: float32 pairs' weights, with UP.
-        sorted_pairs: int32, pairs by expert.
-        blocks: int32 [3 * count + 1]: see ``triton_align``.
-        w1: uint8, the first expert's codes; its stride and table are those of ``inputs``.
-        w1_stride: likewise.
-        w1_table: likewise.
-        s1: its scales.
-        s1_stride: likewise.
-        s1_table: likewise.
-        w3: as w1, with UP.
-        w3_stride: likewise.
-        w3_table: likewise.
-        s3: as s1, with UP.
-        s3_stride: likewise.
-        s3_table: likewise.
-        out: [pairs, OUT].
-        count: see ``blocks``.
-        limit: of SwiGLU.
-        K: channels.
+        x_scales: scales of x with UP, float32 [T, K / QUANT].
+        weights: weights of the pairs with UP, float32.
+        sorted_pairs: int32, pairs sorted by expert.
+        blocks: int32 [3 * count + 1], list of blocks as ``triton_align`` makes it.
+        w1: uint8 codes of the first expert.
+        w1_stride: elements between the experts' codes, if there is no table.
+        w1_table: offsets of the experts' codes in W_UNIT, or None.
+        s1: scales of the first expert.
+        s1_stride: elements between the experts' scales, if there is no table.
+        s1_table: offsets of the experts' scales, or None.
+        w3: codes of the second matrix with UP, like ``w1``.
+        w3_stride: elements between the experts' codes, if there is no table.
+        w3_table: offsets of the experts' codes in W_UNIT, or None.
+        s3: scales of the second matrix with UP, like ``s1``.
+        s3_stride: elements between the experts' scales, if there is no table.
+        s3_table: offsets of the experts' scales, or None.
+        out: result to be written, [pairs, OUT].
+        count: number of blocks for which ``blocks`` has space.
+        limit: clamp of SwiGLU.
+        K: number of input channels.
         OUT: rows of the result.
-        PER_TOKEN: pairs of a token, with UP.
-        M: rows of a tile; with UP half of them are w1's.
-        N: pairs of a block.
-        CHUNK: see the file; 256 or 512.
-        STAGES: likewise.
-        UP: w1 and w3 and what follows them, or w2.
-        W_UNIT: of the tables.
-        WARPS: of a CTA; 16 rows each.
-        CTAS_PER_SM: CTAs of an SM.
+        PER_TOKEN: pairs per token, with UP.
+        M: rows per tile; with UP half of them are w1's.
+        N: pairs per block.
+        CHUNK: channels per stage, 256 or 512.
+        STAGES: number of stages that are loaded ahead.
+        UP: True for w1 and w3 with SwiGLU, False for w2.
+        W_UNIT: elements that one step of the codes' tables counts.
+        WARPS: warps per CTA, 16 rows each.
+        CTAS_PER_SM: number of CTAs that share an SM.
         BATCH: K blocks of 128 channels of a row of w2's input that are quantised at once.
-        IN_FLIGHT: products in flight while those before are added up, 4 or 0.
+        IN_FLIGHT: products in flight while earlier ones are added up, 4 or 0.
         QUANT: channels of activations that share a scale, 128 or 32.
-        PDL: launched while the kernels before still qb.
+        PDL: True if launched while the previous kernels still run.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 32])
     C: gl.constexpr = CHUNK // 8
@@ -414,7 +420,7 @@ def grouped_gemm_kernel(
     x_groups = view(x_factors, gl.float32, [K // 128, 128 // QUANT, N], FLAT)
 
     if PDL and UP:
-        # Which weights are read follows from the blocks, so nothing can be loaded before.
+        # The addresses of weights follow from the blocks, so nothing can be loaded before the wait.
         gdc_wait()
         gdc_launch_dependents()
     work_tiles = gl.load(blocks + 3 * count, cache_modifier=".cg") * TILES
@@ -428,7 +434,7 @@ def grouped_gemm_kernel(
 
     gate = (w1, w1_stride, w1_table, s1, s1_stride, s1_table)
     up = (w3, w3_stride, w3_table, s3, s3_stride, s3_table)
-    load_tile = first  # the work tile of the next load; ``part`` is its stage
+    load_tile = first  # work tile of the next load, whose stage is ``part``
     part = 0
     wa, wb, sa, sb = w1, w1, s1, s1
     place, end = 0, 0

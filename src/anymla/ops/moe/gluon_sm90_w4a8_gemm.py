@@ -4,12 +4,12 @@
                 block of N pairs; CTAs are persistent and take every n-th tile
     stage       128 channels of a tile: packed codes, e4m3 operands of the pairs, their scales
 
-    producer    1 warp: stages by TMA into a ring
-    scales      2 warps: one tile ahead, each row's exponent and the offsets to its groups' codes
+    producer    1 warp loads stages by TMA into a ring
+    scales      2 warps compute, one tile ahead, each row's exponent and its groups' offsets to it
     consumers   2 warpgroups, 32 rows of either half of a tile each: decode, multiply, promote
 
-Barriers: full[i] from TMA to consumers and empty[i] back; scales_full[i] and scales_empty[i]
-likewise for scales.
+Barriers: full[i] from TMA to consumers and empty[i] back; scales_full[i] and scales_empty[i] do the
+same for scales.
 
 The weight's rows are rows of the matrix instruction, pairs its columns (swap AB), so decoded
 weights go from registers into it. e2m1 times 2^k is exact in e4m3 for any k within a window of
@@ -54,7 +54,7 @@ _LOW = gl.constexpr(0x14100800)
 _HIGH = gl.constexpr(0x24201C18)
 _TOP_UNIT = gl.constexpr(2.0**-6)
 
-# Renamed after Triton 3.6.
+# Triton 3.6 has the function's old name.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
@@ -98,7 +98,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _work_tile(blocks, count, work_tile, TILES: gl.constexpr):
-    """Expert, tile, and the block's first and end place."""
+    """Return expert, tile, and the block's first and end place."""
     block = work_tile // TILES
     expert = gl.load(blocks + block)
     place = gl.load(blocks + count + block)
@@ -108,21 +108,21 @@ def _work_tile(blocks, count, work_tile, TILES: gl.constexpr):
 
 @gluon.jit
 def _tiles_of_cta(work_tiles):
-    """How many of them are this CTA's."""
+    """Count this CTA's work tiles."""
     ctas = gl.num_programs(0)
     return (work_tiles - gl.program_id(0) + ctas - 1) // ctas
 
 
 @gluon.jit
 def _read_windows(ring, slot):
-    """Bits of the windows of a tile."""
+    """Load the bits of a tile's windows."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(ring.windows.index(slot).load(ONE), 0)
 
 
 @gluon.jit
 def _passes(windows):
-    """How many windows occur."""
+    """Count the windows that occur."""
     passes = 0
     for i in gl.static_range(22):
         passes += (windows >> i) & 1
@@ -135,7 +135,7 @@ def _produce(
     K: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """TMA loads of all stages of a CTA's tiles."""
+    """Load all stages of a CTA's tiles by TMA."""
     KB: gl.constexpr = K // 128
     BYTES: gl.constexpr = 128 * 64 + N * 128 + N * 4
     step = 0
@@ -149,8 +149,9 @@ def _produce(
         at = 0
         while at < passes * KB:
             if at == KB - 2:
-                # How often stages are multiplied, which they need not wait for to begin. Known
-                # before the stage that consumers end with, so they release it for this partition.
+                # Read how often stages are multiplied, which their first loads need not wait for.
+                # It is known before the stage that consumers end with, so they release it for this
+                # partition.
                 slot = number % 2
                 mbarrier.wait(ring.scales_full.index(slot), (number // 2) & 1)
                 passes = _passes(_read_windows(ring, slot))
@@ -174,14 +175,14 @@ def _byte(words, j: gl.constexpr):
 
 @gluon.jit
 def _largest_byte(words):
-    """Of each word's four."""
+    """Return the largest of each word's four bytes."""
     pairs = gl.maximum(_byte(words, 0), _byte(words, 1))
     return gl.maximum(pairs, gl.maximum(_byte(words, 2), _byte(words, 3)))
 
 
 @gluon.jit
 def _outside(shifts):
-    """Whether a byte of each word is WINDOW or more: bits 7 of bytes."""
+    """Set bit 7 of each byte that is WINDOW or more."""
     return ((shifts & 0x7F7F7F7F) + _TO_BIT_7) | shifts
 
 
@@ -192,7 +193,7 @@ def _or(a, b):
 
 @gluon.jit
 def _windows_of(shifts):
-    """Bits of the windows in which a word's four groups are."""
+    """Return the bits of the windows that contain a word's four groups."""
     bits = gl.zeros_like(shifts)
     for j in gl.static_range(4):
         bits = bits | (1 << _byte(shifts, j) // _WINDOW)
@@ -201,20 +202,20 @@ def _windows_of(shifts):
 
 @gluon.jit
 def _scale_rows(s1, s3, a_offset, b_offset, row, K: gl.constexpr):
-    """Pointers to rows of scales as words: the first 64 of one tensor, then 64 of the other."""
+    """Return pointers to rows of scales as words: 64 of one tensor, then 64 of the other."""
     at = gl.where(row < 64, s1 + a_offset, s3 + b_offset) + row % 64 * (K // 32)
     return at.to(gl.pointer_type(gl.int32))
 
 
 @gluon.jit
 def _shifts(words, top, spoiled):
-    """How far below their rows' largest a word's four bytes are; 0 in rows that have a NaN."""
+    """Return how far below its row's largest each of a word's bytes is; 0 in rows with a NaN."""
     return gl.where(spoiled, 0, top * 0x01010101 - words)
 
 
 @gluon.jit
 def _split4(words):
-    """Words [M, 4] as four [M]."""
+    """Split words [M, 4] into four [M]."""
     M: gl.constexpr = words.shape[0]
     lower, upper = gl.split(gl.permute(gl.reshape(words, [M, 2, 2]), (0, 2, 1)))
     first, second = gl.split(lower)
@@ -227,10 +228,10 @@ def _prepare_scales(
     s1, s1_stride, s3, s3_stride, ring, blocks, count, work_tiles,
     K: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Rows' factors, groups' distances from the largest, and the windows that they take.
+    """Compute rows' factors, groups' distances from the largest, and the windows that they occupy.
 
-    A byte of ``shifts`` is how far below its row's largest a group's exponent is. A row that has a
-    NaN is NaN by its factor, and its groups count as equal.
+    A byte of ``shifts`` is how far below its row's largest a group's exponent is. A row with a NaN
+    is NaN by its factor, and its groups count as equal.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
     KB: gl.constexpr = K // 128
@@ -243,7 +244,7 @@ def _prepare_scales(
         b_offset = expert.to(gl.int64) * s3_stride + tile * (ROWS * (K // 32))
         if not UP:
             b_offset += 64 * (K // 32)
-        # In place: addresses kept across partitions would be spilled.
+        # Compute addresses in place: those kept across partitions would be spilled.
         row = opaque(gl.arange(0, 128, layout=gl.SliceLayout(1, L)))
         at = gl.expand_dims(_scale_rows(s1, s3, a_offset, b_offset, row, K), 1)
         at = at + gl.expand_dims(word, 0)
@@ -287,11 +288,11 @@ def _prepare_scales(
 
 @gluon.jit
 def _decode_part(ring, s, shift_at, part, group, window, WORDS: gl.constexpr):
-    """A part's codes of a stage: even and odd channels int32 [32, 16], four words a group."""
+    """Decode a part's codes to even and odd channels int32 [32, 16], four words a group."""
     words = ring.codes.index(4 * s + part).load(WORDS)
     below = ring.shift_parts.index(4 * shift_at + part).load(gl.SliceLayout(1, WORDS))
     below = (gl.expand_dims(below, 1) >> (gl.expand_dims(group, 0) * 8)) & 255
-    # From the bottom of the window.
+    # Count from the bottom of the window.
     up = (_WINDOW - 1 + _WINDOW * window) - below
     inside = (up >= 0) & (up < _WINDOW)
     low = gl.where(inside, up * 0x08080800 + _LOW, 0)
@@ -301,7 +302,7 @@ def _decode_part(ring, s, shift_at, part, group, window, WORDS: gl.constexpr):
 
 @gluon.jit
 def _bytes(words):
-    """The four bytes of int32 words in order, uint8 [..., 2, 2]."""
+    """Split int32 words into their four bytes in order, uint8 [..., 2, 2]."""
     even = gl.join((words & 255).to(gl.uint8), ((words >> 16) & 255).to(gl.uint8))
     odd = gl.join(((words >> 8) & 255).to(gl.uint8), ((words >> 24) & 255).to(gl.uint8))
     return gl.join(even, odd)
@@ -312,7 +313,7 @@ def _decode_stage(
     ring, s, shift_at, group, window,
     CONSUMER: gl.constexpr, A: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's operand [64, 128]: rows of the first part and of the second, eight by eight."""
+    """Decode a consumer's operand [64, 128]: rows of both parts, alternating eight by eight."""
     a_even, a_odd = _decode_part(ring, s, shift_at, CONSUMER, group, window, WORDS)
     b_even, b_odd = _decode_part(ring, s, shift_at, 2 + CONSUMER, group, window, WORDS)
     words = gl.join(gl.join(a_even, a_odd), gl.join(b_even, b_odd))
@@ -323,7 +324,7 @@ def _decode_stage(
 
 @gluon.jit
 def _multiply(a, sums, ring, s):
-    """Begin a stage's product."""
+    """Issue a stage's product."""
     ACC: gl.constexpr = sums.type.layout
     zeros = gl.zeros(sums.shape, gl.float32, ACC)
     x = ring.x.index(s).permute((1, 0))
@@ -335,7 +336,7 @@ def _promote(p, sums, ring, s):
     """Wait for a stage's product, scale and add it, and release the stage."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
     p = warpgroup_mma_wait(0, deps=[p])
-    # Not before: they are as many registers as a quarter of blocks of 128 pairs' sums.
+    # Load only now: these take as many registers as a quarter of the sums of blocks of 128 pairs.
     x_scale = ring.x_scales.index(s).load(COLUMN)
     sums += p * gl.expand_dims(x_scale, 0)
     fence_async_shared()
@@ -348,10 +349,10 @@ def _multiply_and_decode(
     a, sums, ring, step, shift_at, group, window,
     STAGES: gl.constexpr, CONSUMER: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """A stage's product, while the next one's operand is decoded.
+    """Multiply a stage while the next one's operand is decoded.
 
-    A product begins and ends here: ptxas keeps the registers of its operand until the wait, but
-    not from one round of a loop to the next, where what is decoded would overwrite them.
+    The product begins and ends here: ptxas keeps the registers of its operand until the wait, but
+    not from one round of a loop to the next, where decoded values would overwrite them.
     """
     A: gl.constexpr = a.type.layout
     s, t = step % STAGES, (step + 1) % STAGES
@@ -363,7 +364,7 @@ def _multiply_and_decode(
 
 @gluon.jit
 def _clamped_swiglu(gate, up, limit):
-    """As ``triton_swiglu.clamped_swiglu``."""
+    """Compute the function of ``triton_swiglu.clamped_swiglu``."""
     gate = gl.where(gate > limit, limit, gate)
     up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
     return gate / (1.0 + gl.exp(-gate)) * up
@@ -388,7 +389,7 @@ def _store(
 
 @gluon.jit
 def _pair_weights(weights, sorted_pairs, place, end, N: gl.constexpr, L: gl.constexpr):
-    """Of a block's pairs, a thread's of which are then those of its columns."""
+    """Load the weights of a block's pairs, so that a thread has those of its columns."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     line = place + gl.arange(0, N, layout=EACH)
     pair = gl.load(sorted_pairs + line, mask=line < end, other=0)
@@ -402,10 +403,10 @@ def _consume(
     K: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Products of 32 rows of either part of every tile, and what follows them."""
+    """Multiply 32 rows of either part of every tile, and store the results."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=4)
-    # A thread has 32 channels of its rows, which have one scale.
+    # A thread has 32 channels of its rows, which share one scale.
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
     )
@@ -423,7 +424,7 @@ def _consume(
         for back in range(windows >> _COUNT_BIT):
             window = (windows >> _COUNT_BIT) - 1 - back
             if back > 0:
-                # What there is, in units of the next window.
+                # Express the sums so far in units of the next window.
                 sums = sums * _NEXT_WINDOW
             if ((windows >> window) & 1) != 0:
                 at = slot * KB
@@ -496,35 +497,35 @@ def w4a8_gemm_kernel(
     K: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One grouped GEMM: w1 and w3 with SwiGLU and the pairs' weights (UP), or w2.
+    """Compute one grouped GEMM: w1 and w3 with SwiGLU and the pairs' weights (UP), or w2.
 
     Args:
-        x_desc: e4m3 [P, K], operands of sorted pairs in the order of decoded weights; boxes
-            [N, 128].
-        x_scale_desc: float32 [blocks * K / 128, N], their scales, block by block; boxes [1, N].
-        a_desc: uint8, rows of packed codes of all experts' w1 (or w2), K / 2 bytes each; boxes
-            [64, 64].
-        b_desc: likewise of w3 (or w2).
-        weights: float32, of pairs; with UP.
-        sorted_pairs: int32, pairs by expert.
-        blocks: int32 [3 * count + 1]: see ``triton_align``.
-        s1: uint8, the first expert's scales of w1 (or w2).
-        s1_stride: from one expert's to the next's.
-        s3: likewise of w3 (or w2).
-        s3_stride: likewise.
+        x_desc: e4m3 [P, K], operands of sorted pairs in the order of decoded weights; boxes [N,
+            128].
+        x_scale_desc: float32 [blocks * K / 128, N], scales of x, block by block; boxes [1, N].
+        a_desc: uint8, rows of packed codes of all experts' w1 (or w2), K / 2 bytes each; boxes [64,
+            64].
+        b_desc: rows of packed codes of w3 (or w2), like ``a_desc``.
+        weights: weights of the pairs with UP, float32.
+        sorted_pairs: int32, pairs sorted by expert.
+        blocks: int32 [3 * count + 1], list of blocks as ``triton_align`` makes it.
+        s1: uint8 scales of w1 (or w2) of the first expert.
+        s1_stride: bytes from one expert's scales to the next's.
+        s3: scales of w3 (or w2), like ``s1``.
+        s3_stride: bytes from one expert's scales to the next's.
         out: with UP [P, OUT] in the order of ``sorted_pairs``, else in that of pairs.
-        count: see ``blocks``.
+        count: number of blocks for which ``blocks`` has space.
         a_rows: rows of ``a_desc`` from one expert to the next.
-        b_rows: likewise.
-        limit: of SwiGLU.
-        K: channels, a multiple of 512.
+        b_rows: rows of ``b_desc`` from one expert to the next.
+        limit: clamp of SwiGLU.
+        K: number of input channels, a multiple of 512.
         OUT: rows of the result.
-        N: pairs of a block, 32, 64 or 128.
-        UP: w1 and w3 and what follows them, or w2.
-        STAGES: of the ring.
-        CONSUMER_REGISTERS: of a thread of the second consumer; the first has what is left.
-        PRODUCER_REGISTERS: of a thread of the other partitions.
-        PDL: see ``pdl_launch``.
+        N: pairs per block, 32, 64 or 128.
+        UP: True for w1 and w3 with SwiGLU, False for w2.
+        STAGES: number of stages in the ring.
+        CONSUMER_REGISTERS: registers per thread of the second consumer; the first has the rest.
+        PRODUCER_REGISTERS: registers per thread of the other partitions.
+        PDL: True if launched by ``pdl_launch``.
     """
     TILES: gl.constexpr = OUT // (64 if UP else 128)
     KB: gl.constexpr = K // 128

@@ -22,7 +22,7 @@ from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
 Pointers: TypeAlias = tuple[Tensor | None, int, Tensor | None]
 
 _MAX_ALIGNMENT = 16
-# Most lists whose addresses are cached: each layer of a model has six.
+# Largest number of lists whose addresses are cached: each layer of a model has six.
 _REMEMBERED = 1024
 
 
@@ -131,7 +131,7 @@ class ExpertTensors:
         """Return first tensor, stride and table as a kernel takes them.
 
         Args:
-            unit: number of elements that the table's distances are multiples of and are given in.
+            unit: unit of the table's distances in elements, which divides all of them.
             mixed: True if the kernel chooses between this tensor's address and another's.
         """
         if self.addresses is None:

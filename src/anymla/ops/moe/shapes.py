@@ -91,7 +91,8 @@ RANKS = (1, 2, 4, 8)
 FLASH_ROUTER, PRO_ROUTER = (256, 4096), (384, 7168)
 # Numbers of tokens for routers, on both sides of every threshold.
 ROUTER_TOKENS = (1, 16, 17, 512, 513, 4096)
-# Most pairs of each config that groups them, and most pairs an expert of each GEMM config.
+# Largest number of pairs of each config that groups them, and most pairs an expert of each GEMM
+# config.
 _PAIRS = (16, 32, 64, 128, 256, 512)
 _PAIRS_PER_EXPERT = (3, 11, 12, 16, 26, 32, 48)
 

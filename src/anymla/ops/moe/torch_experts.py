@@ -23,13 +23,13 @@ from anymla.ops._gemm import (
 from anymla.ops._quantized import fill_codes
 from anymla.ops.streams import flush_stream_wait
 
-# Most pairs for which the work between GEMMs is done for all experts at once, in few calls; with
-# more, it is done expert by expert, so that only one expert's rows are kept.
+# Largest number of pairs for which the work between GEMMs is done for all experts at once, in few
+# calls; with more, it is done expert by expert, so that only one expert's rows are kept.
 _FEW_PAIRS = 64
 
-# Most elements for which one token's experts are multiplied as a batch, since call overhead
-# dominates on small matrices: decoded elements if quantised (16 MiB of float32), copied ones if
-# plain.
+# Largest number of elements for which one token's experts are multiplied as a batch, since call
+# overhead dominates on small matrices: decoded elements if quantised (16 MiB of float32), copied
+# ones if plain.
 _DECODED_ELEMENTS = 1 << 22
 _COPIED_ELEMENTS = 1 << 20
 

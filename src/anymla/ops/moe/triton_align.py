@@ -2,8 +2,8 @@
 
     pairs of lower experts -> start of an expert's pairs;  its pairs -> sorted_pairs, in blocks
 
-Grid: one CTA for each expert. A CTA reads all pairs, so nothing is sorted or exchanged, and grids
-depend on shapes only.
+The grid is one CTA for each expert. A CTA reads all pairs, so nothing is sorted or exchanged, and
+grids depend on shapes only.
 
 ``align`` leaves gaps: expert e owns the blocks from begin // BLOCK_M + e on, which always suffice
 for its pairs; unused blocks get expert -1. The persistent kernel on Hopper divides blocks evenly,
@@ -52,7 +52,7 @@ def align_kernel(
     ids, sorted_pairs, blocks, pairs, experts, offset, count,
     BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One expert's pairs and blocks, with a gap behind them."""
+    """Sort one expert's pairs and write its blocks; slots after its last block hold -1."""
     me = tl.program_id(0)
     lower = tl.zeros((AT_ONCE,), tl.int32)
     for start in range(0, pairs, AT_ONCE):
@@ -95,7 +95,7 @@ def _alignment(pairs: int, experts: int, offset: int, block_m: int, count: int) 
 
 @triton.jit
 def load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M: tl.constexpr):
-    """Expert (or -1), pairs int64 [BLOCK_M] and which of them exist, of this CTA's block."""
+    """Load expert (or -1), pairs int64 [BLOCK_M] and mask of existing pairs, of a CTA's block."""
     block = tl.program_id(1)
     lane = tl.arange(0, BLOCK_M)
     if sorted_pairs is not None:
@@ -116,7 +116,7 @@ def _quantize(
     x, operands, scales, first, rows, width, row_blocks,
     FLOOR: tl.constexpr, QUANT_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Operands and scales of QUANT_BLOCKS quant blocks of WIDTH channels from ``first`` on."""
+    """Quantise QUANT_BLOCKS quant blocks of WIDTH channels from ``first`` on to operands."""
     block = tl.cast(first, tl.int64) + tl.arange(0, QUANT_BLOCKS)
     row = block // row_blocks
     place = tl.arange(0, WIDTH)
@@ -133,14 +133,14 @@ def _align_without_gaps(
     me, ids, sorted_pairs, blocks, pairs, experts, offset, count,
     BLOCK_M: tl.constexpr, COMPARED: tl.constexpr, EXPERTS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """The pairs and blocks of expert ``me``."""
+    """Sort the pairs of expert ``me`` and write its blocks, adjacent to those of other experts."""
     each = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
-    # With many experts there are many rounds, which are summed up together.
+    # With many experts there are many rounds, so their results are summed only once, at the end.
     found = tl.zeros((EXPERTS, COMPARED if EXPERTS > 64 else 1), tl.int32)
     for start in range(0, pairs, COMPARED):
         at = start + tl.arange(0, COMPARED)
-        # An expert that is not here is compared as -1, which no expert is.
+        # Experts of other devices are compared as -1, which equals none of ours.
         local = tl.load(ids + at, at < pairs, other=-1) - offset
         local = tl.where((at < pairs) & (local >= 0) & (local < experts), local, -1)
         equal = (each[:, None] == local[None, :]).to(tl.int32)
@@ -194,7 +194,7 @@ def align_and_quantize_kernel(
     PLACED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One expert's pairs, or QUANT_BLOCKS quant blocks of activations, of WIDTH channels."""
+    """Align one expert's pairs, or quantise QUANT_BLOCKS quant blocks of WIDTH channels."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

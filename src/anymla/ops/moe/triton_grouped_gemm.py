@@ -44,7 +44,7 @@ from anymla.ops.streams import scratch
 
 @triton.jit
 def expert_distance(expert, stride, table, UNIT: tl.constexpr):
-    """Elements from the first expert's tensor to this one's; a table's are in units."""
+    """Return the elements from the first expert's tensor to this one's; a table counts in UNITs."""
     here = expert.to(tl.int64)
     return tl.load(table + expert) * UNIT if table is not None else here * stride
 
@@ -93,7 +93,7 @@ def gate_up_kernel(
     WIDE_LOADS: tl.constexpr,
     QUANT: tl.constexpr,
 ):
-    """A tile of w2's input."""
+    """Compute a tile of w2's input."""
     expert, pair, inside = load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M)
     if expert >= 0:
         if SWAP_AB:
@@ -190,7 +190,7 @@ def down_kernel(
     WIDE_LOADS: tl.constexpr,
     QUANT: tl.constexpr,
 ):
-    """A tile of the pairs' results."""
+    """Compute a tile of the pairs' results."""
     expert, pair, inside = load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M)
     if expert >= 0:
         channel = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)

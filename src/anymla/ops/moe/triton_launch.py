@@ -44,7 +44,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK channels of one token."""
+    """Sum BLOCK channels of one token over its experts."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

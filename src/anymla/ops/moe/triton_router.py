@@ -33,7 +33,7 @@ def logits_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x @ gate^T over one split of the channels."""
+    """Compute a tile of x @ gate^T over one split of the channels."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -59,24 +59,24 @@ def logits_kernel(
 
 @triton.jit
 def _score(logit):
-    """sqrt(log(1 + exp(logit))), exact to the last bits where the exponential is small."""
+    """Compute sqrt(log(1 + exp(logit))), exact to the last bits where the exponential is small."""
     power = tl.exp(-tl.abs(logit))
     above = 1.0 + power
-    # log(above) is as wrong as above's rounding; the second factor takes that back.
+    # log(above) errs by the rounding of ``above``; the second factor cancels that error.
     log1p = tl.where(above == 1.0, power, tl.log(above) * (power / (above - 1.0)))
     return tl.sqrt(tl.maximum(logit, 0.0) + log1p)
 
 
 @triton.jit
 def _ordered(score):
-    """int32 that sort as float32 scores do, NaN above all."""
+    """Map float32 scores to int32 that sort in the same order, NaN above all."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _better(key, expert, score, other_key, other, other_score):
-    """The higher key's, of equal ones the lower expert's."""
+    """Choose the higher key and its expert and score; of equal keys, the lower expert."""
     first = (key > other_key) | ((key == other_key) & (expert < other))
     return (
         tl.where(first, key, other_key),
@@ -106,7 +106,7 @@ def route_kernel(
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TOKENS tokens: their experts and weights; by the ``bias``, or else by the ``table``."""
+    """Choose experts and weights of TOKENS tokens, by the ``bias`` or else by the ``table``."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -116,7 +116,8 @@ def route_kernel(
     mask = inside[:, None] & (expert < experts)[None, :]
     logit = tl.zeros((TOKENS, EXPERTS), tl.float32)
     here = partial + (row * experts)[:, None] + expert[None, :]
-    # A few tokens' splits are loaded UNROLL at a time: one by one they are most of the time.
+    # Load splits UNROLL at a time: for a few tokens, loading them one by one takes most of the
+    # time.
     for _ in tl.range(0, splits, loop_unroll_factor=UNROLL):
         logit += tl.load(here, mask, other=0.0)
         here += tokens.to(tl.int64) * experts

@@ -27,13 +27,13 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
 
 _AT_ONCE = 1024
-# Rows of a CTA, and quant blocks of each row.
+# Rows per CTA, and quant blocks of each row per CTA.
 _ROWS, _QUANT_BLOCKS = 4, 8
 
 
 @triton.jit(do_not_specialize=["count"])
 def close_gaps_kernel(blocks, closed, count, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
-    """Blocks that have pairs, in their order; one CTA."""
+    """Copy the blocks that have pairs to adjacent places, in order, with one CTA."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -83,7 +83,7 @@ def quantize_pairs_kernel(
     FLOOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """QUANT_BLOCKS of ROWS rows of a block of pairs; PER_TOKEN is 0 for rows that are sorted."""
+    """Quantise QUANT_BLOCKS of ROWS rows of a block of pairs; PER_TOKEN is 0 for sorted rows."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

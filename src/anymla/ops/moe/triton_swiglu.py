@@ -1,4 +1,4 @@
-"""Clamped SwiGLU in Triton. Grid: (rows, blocks of a row)."""
+"""Clamped SwiGLU in Triton on a grid of (rows, blocks of a row)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 @triton.jit
 def clamped_swiglu(gate, up, limit):
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) of float32 values."""
+    """Compute silu(min(gate, limit)) * clamp(up, -limit, limit) of float32 values."""
     # NaN must not be clamped away.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -44,7 +44,7 @@ def swiglu_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK values of a row, and their codes if there are to be any."""
+    """Compute BLOCK values of a row, and their codes if ``codes`` is given."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -12,16 +12,16 @@ import triton
 
 from anymla.ops.device import Target
 
-# Channels of a tile of several rows, and channels of a thread, with the rows that were timed:
-#
+# Channels per tile of several rows, and channels per thread, with the rows that were timed:
 # "RMSNorm 4096", "norms of latent (with codes) and KV".
 _NORM_TILE, _NORM_PER_THREAD = 4096, 32
-# "RoPE of 64 heads".
+# The same, timed on "RoPE of 64 heads".
 _ROPE_TILE, _ROPE_PER_THREAD = 2048, 16
-# "norm, RoPE, insert": tiles of heads; rows for the cache have tiles as in ``kv_cache.config``.
+# The same for tiles of heads, timed on "norm, RoPE, insert"; cache rows have the tiles of
+# ``kv_cache.config``.
 _HEADS_TILE, _HEADS_PER_THREAD = 4096, 32
 _KV_TILE = 2048
-# Bounds for shapes beyond the models': very short rows, and very long ones.
+# Bounds for very short and very long rows, which no model has.
 _MAX_ROWS, _MAX_WARPS = 64, 16
 
 

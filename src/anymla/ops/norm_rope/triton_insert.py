@@ -1,6 +1,6 @@
 """Norm and RoPE of query heads, RoPE and insertion of key-value rows, in one Triton launch.
 
-Grid: two kinds of CTAs; those that take longer come first:
+The grid has two kinds of CTAs, of which those that take longer come first:
 
     program id | 0 .. kv_ctas - 1: ROWS tokens' kv rows -> cache entries |
                | from kv_ctas on: HEADS heads of one token -> out        |
@@ -32,7 +32,7 @@ def insert_kv_rows(
     ENTRIES: tl.constexpr, CODEC: tl.constexpr, NATIVE: tl.constexpr, ROPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store key-value rows ``first`` .. of ``inserted``.
+    """Rotate and store key-value rows from ``first`` on of ``inserted``.
 
     ``kv_strides`` are (row, channel), ``rope_table`` is (table, row stride, column stride, rows).
     """
@@ -58,7 +58,7 @@ def norm_rotate_heads(
     q, q_strides, out, out_strides, token, first, heads, positions, rope_table, eps,
     WIDTH: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate heads ``first`` .. of one token.
+    """Norm and rotate heads from ``first`` on of one token.
 
     Strides are (token, head, channel), ``rope_table`` is (table, row stride, column stride, rows).
     """
@@ -69,8 +69,8 @@ def norm_rotate_heads(
     at = q + token * q_strides[0] + head[:, None].to(tl.int64) * q_strides[1]
     at += (channel * q_strides[2])[None, :]
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    # A row of cosines for every head: as one row they would have another layout than the heads,
-    # and the heads, not the row, would be moved.
+    # Load a row of cosines for every head: a single row would have another layout than the heads,
+    # and the compiler would move the heads, not the row.
     position = tl.load(positions + token + tl.zeros((HEADS,), tl.int64))
     cos, sin = load_cos_sin(
         table, table_row_stride, table_column_stride, length, position, head < heads,
@@ -115,7 +115,7 @@ def qnorm_rope_kv_insert_kernel(
     ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Query heads to ``out``, ``inserted`` key-value rows to the cache."""
+    """Write query heads to ``out``, and ``inserted`` key-value rows to the cache."""
     ROWS: tl.constexpr = getattr(CONFIG, "rows")
     HEADS: tl.constexpr = getattr(CONFIG, "heads")
     WIDTH: tl.constexpr = getattr(CODEC, "channels")

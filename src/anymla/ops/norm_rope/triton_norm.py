@@ -30,7 +30,10 @@ _FLOOR = tl.constexpr(ACTIVATION_AMAX_FLOOR)
 def norm_rows(
     x, strides, weight, out, first, rows, eps, CONFIG: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Norm rows ``first`` .. of x [rows, WIDTH] into contiguous ``out``; the tile, its rows."""
+    """Norm rows from ``first`` on of x [rows, WIDTH] into ``out``; return the tile and its rows.
+
+    ``out`` is contiguous.
+    """
     WIDTH: tl.constexpr = getattr(CONFIG, "width")
     ROWS: tl.constexpr = getattr(CONFIG, "rows")
     PADDED: tl.constexpr = getattr(CONFIG, "padded")

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from anymla.ops.step_indices.reference import combined_width
 
-# Tokens of a CTA in slot_mapping, and in token_to_request.
+# Tokens per CTA of slot_mapping and of token_to_request.
 _SLOT_BLOCK, _TOKEN_BLOCK = 256, 128
-# Prefix sums that a CTA compares at a time, if it has many tokens, and if it has one.
+# Prefix sums that a CTA compares at once, if it has many tokens, and if it has one.
 _STARTS, _REQUEST_STARTS = 32, 256
 
 
@@ -29,7 +29,7 @@ def block_of(width: int) -> int:
 def slot_of(
     entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE: tl.constexpr
 ):
-    """int64 slots of entries (int32 or int64, any shape), -1 for what does not exist."""
+    """Return int64 slots of entries (int32 or int64, any shape), -1 where there is none."""
     page = entry // PAGE
     covered = tl.where((request >= 0) & (request < requests), pages, 0)
     exists = wanted & (entry >= 0) & (page < covered)
@@ -42,16 +42,16 @@ def slot_of(
 def slot32_of(
     entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE: tl.constexpr
 ):
-    """As ``slot_of`` in int32; a slot that would wrap around is no slot."""
+    """Return ``slot_of`` as int32; a slot that would wrap around becomes -1."""
     slot = slot_of(entry, request, wanted, table, row_stride, column_stride, requests, pages, PAGE)
     return tl.where(slot <= 0x7FFFFFFF, slot, -1).to(tl.int32)
 
 
 @triton.jit
 def request_of(token, starts, first, requests, STARTS: tl.constexpr):
-    """Requests [n] of tokens [n] int32, -1 where there is none.
+    """Return the requests [n] of tokens [n] int32, -1 where there is none.
 
-    ``starts`` points at the requests' prefix sums, of which ``first`` is subtracted.
+    ``starts`` points to the requests' prefix sums, of which ``first`` is subtracted.
     """
     passed = tl.full(token.shape, 0, tl.int32)
     for at in range(0, requests + 1, STARTS):
@@ -78,7 +78,7 @@ def slot_mapping_kernel(
     RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The slots of a block of tokens."""
+    """Compute the slots of a block of tokens."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
     position = tl.load(positions + token, mask=inside, other=-1)
@@ -93,7 +93,7 @@ def slot_mapping_kernel(
 def token_to_request_kernel(
     starts, out, tokens, requests, BLOCK: tl.constexpr, STARTS: tl.constexpr
 ):
-    """The requests of a block of tokens."""
+    """Compute the requests of a block of tokens."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request = request_of(token, starts, 0, requests, STARTS)
     tl.store(out + token, request, mask=token < tokens)
@@ -101,7 +101,7 @@ def token_to_request_kernel(
 
 @triton.jit
 def _valid_request(token, token_to_req, is_valid, requests, HAS_VALID: tl.constexpr):
-    """Row of the block table of a token, -1 for padding."""
+    """Return a token's row of the block table, -1 for padding."""
     request = tl.load(token_to_req + token)
     valid = (request >= 0) & (request < requests)
     if HAS_VALID:
@@ -126,7 +126,7 @@ def global_topk_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Slots of a token's selected entries, and their number."""
+    """Compute the slots of a token's selected entries, and their number."""
     token = tl.program_id(0).to(tl.int64)
     request = _valid_request(token, token_to_req, is_valid, requests, True)
     end = tl.where(request >= 0, width, 0)
@@ -161,7 +161,7 @@ def compressed_rows_kernel(
     HAS_VALID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of columns of a token: all entries that it sees."""
+    """Compute a block of columns of a token: all entries that it sees."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     request = _valid_request(token, token_to_req, is_valid, requests, HAS_VALID)
@@ -193,7 +193,7 @@ def window_rows_kernel(
     HAS_VALID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of columns of a token: its window in ascending order."""
+    """Compute a block of columns of a token: its window in ascending order."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     request = _valid_request(token, token_to_req, is_valid, requests, HAS_VALID)
@@ -237,7 +237,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     STARTS: tl.constexpr,
 ):
-    """A block of columns of a token's combined row; ``rows`` and ``entry_rows`` are M and N."""
+    """Compute a block of columns of a token's combined row; ``rows`` is M and ``entry_rows`` N."""
     token = tl.program_id(0)
     block = tl.program_id(1)
     base = tl.load(query_start_loc)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from anymla.formats.page_layout import get_layout
+from anymla.ops.attention import CacheRows
 from anymla.testing.conformance.expected import attend
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import NotApplicable, case, expect
@@ -127,11 +128,9 @@ def _same(got: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> None:
 def _call(
     ops: Ops, given: Scene, rows: slice, **more: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    (q, cache, indices, lengths), keywords = given.arguments()
-    for name in ("extra_indices", "extra_lengths"):
-        keywords[name] = keywords[name][rows]
+    (q, listed), keywords = given.arguments()
     result: tuple[torch.Tensor, torch.Tensor | None] = ops.sparse_attention(
-        q[rows], cache, indices[rows], lengths[rows], **keywords, **more
+        q[rows], [each.part(rows) for each in listed], **keywords, **more
     )
     return result
 
@@ -156,7 +155,8 @@ def grid_limits(ops: Ops) -> None:
     given = scope(distinct, 1)
     q = torch.randn(distinct, 1, 512).bfloat16()
     which = torch.arange(tokens) % distinct
-    out, lse = ops.sparse_attention(q[which], given.cache, given.indices[which], None)
+    listed = CacheRows(given.cache, given.layout, given.indices[which])
+    out, lse = ops.sparse_attention(q[which], [listed])
     expect(out.shape[0] == tokens, "one output row a token")
     want = attend(q, [given.rows(token) for token in range(distinct)])
     for rows in (slice(0, distinct), slice(tokens - distinct, tokens)):
@@ -228,4 +228,5 @@ def order_and_padding(ops: Ops) -> None:
         "padded in front": torch.cat((hostile_indices(limit, 2, 256), given.indices), 1),
     }
     for name, indices in lists.items():
-        want.check(ops.sparse_attention(q, given.cache, indices, None), name)
+        listed = CacheRows(given.cache, given.layout, indices)
+        want.check(ops.sparse_attention(q, [listed]), name)

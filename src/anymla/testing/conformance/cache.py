@@ -19,6 +19,7 @@ from anymla.formats.page_layout import (
     get_layout,
 )
 from anymla.layers.caches import CACHE_FORMATS
+from anymla.ops.attention import CacheRows
 from anymla.testing.conformance.expected import attend, index_scale, index_scores
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
@@ -134,7 +135,7 @@ def strided_pages(ops: Ops) -> None:
             if layout.channels == 512:
                 q = torch.randn(1, 2, 512).bfloat16()
                 indices = slots.int().unsqueeze(0)
-                result = ops.sparse_attention(q, cache, indices, layout=layout_id)
+                result = ops.sparse_attention(q, [CacheRows(cache, layout_id, indices)])
                 attend(q, [want]).check(result, f"{layout_id} at byte {start}")
         changed = set((buffer != 0xFF).nonzero().flatten().tolist())
         expect(changed <= touched, f"{layout_id}: bytes outside the entries were written")
@@ -169,7 +170,8 @@ def wide_offsets(ops: Ops) -> None:
         assert_identical(out.double(), want, name=f"{layout_id} read beyond 2^31 bytes")
         if layout_id == MAIN_FP8:
             q = torch.randn(1, 2, 512).bfloat16()
-            attend(q, [want]).check(ops.sparse_attention(q, cache, slots.int().unsqueeze(0)))
+            listed = CacheRows(cache, layout_id, slots.int().unsqueeze(0))
+            attend(q, [want]).check(ops.sparse_attention(q, [listed]))
             continue
         q, weights = coded(1, 1, 4, 128), torch.randn(1, 4)
         table = torch.tensor([[pages - 1]], dtype=torch.int32)
@@ -199,8 +201,8 @@ def page_sizes(ops: Ops) -> None:
         lens = torch.tensor([300], dtype=torch.int32)
         ops.dequantize_and_gather_k_cache(out, guarded.cache, lens, None, table)
         assert_identical(out[0].double(), want_rows, name=f"pages of {entries}")
-        indices = slots[numbers].int()
-        want.check(ops.sparse_attention(q, guarded.cache, indices), f"pages of {entries}")
+        listed = CacheRows(guarded.cache, MAIN_FP8, slots[numbers].int())
+        want.check(ops.sparse_attention(q, [listed]), f"pages of {entries}")
 
 
 @case(
@@ -278,11 +280,12 @@ def layout_ids(ops: Ops) -> None:
     for wrong, layout in ((plain, MAIN_FP8), (packed, ROWS_BF16_512), (packed, INDEX_FP8)):
         for call in (
             lambda: ops.quantize_and_insert_k_cache(rows, wrong, slots, layout=layout),  # noqa: B023
-            lambda: ops.sparse_attention(q, wrong, indices, layout=layout),  # noqa: B023
+            lambda: ops.sparse_attention(q, [CacheRows(wrong, layout, indices)]),  # noqa: B023
         ):
             message = _error((TypeError, ValueError), call)
             expect(layout in message, f"the message must name layout {layout}: {message!r}")
-    message = _error(ValueError, lambda: ops.sparse_attention(q, packed, indices, layout="v5"))
+    unknown = [CacheRows(packed, "v5", indices)]
+    message = _error(ValueError, lambda: ops.sparse_attention(q, unknown))
     expect("v5" in message, f"the message must name the unknown layout: {message!r}")
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "cache"

@@ -125,7 +125,8 @@ def drafter_of_v41(ops: Ops) -> None:
             assert_close(logits, want.logits, atol=error, scale=largest, name=f"{name}: logits")
             assert want.confidence is not None
             sure = want.confidence.sigmoid().cumprod(0)
-            # The logits of a probability are sums as wide as the model; its slope is at most 1/4.
+            # A confidence's logit is a sum over the model's width, and the sigmoid's slope is at
+            # most 1/4.
             spread = want.confidence.abs().clamp(min=1).cumsum(0)
             assert_close(survival, sure, atol=error, scale=spread, name=f"{name}: confidence")
             chosen = logits.argmax(1).tolist()[: len(drafts)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.attention import CacheRows
 from anymla.testing.conformance.expected import Attention
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import NotApplicable, case, expect
@@ -22,14 +23,10 @@ _DEVICE = torch.device("cuda")
 _INSERT = "quantize_and_insert_k_cache"
 
 
-def _on_device(given: Scene) -> tuple[list[Tensor], dict[str, Any]]:
-    arguments, keywords = given.arguments()
-    moved = {name: _moved(value) for name, value in keywords.items()}
-    return [to_device(each, _DEVICE) for each in arguments], moved
-
-
-def _moved(value: Any) -> Any:
-    return to_device(value, _DEVICE) if isinstance(value, Tensor) else value
+def _on_device(given: Scene) -> tuple[Tensor, list[CacheRows], dict[str, Any]]:
+    """Return the arguments of ``sparse_attention``: queries, rows, and the rest by name."""
+    (q, rows), keywords = to_device(given.arguments()[0], _DEVICE), given.arguments()[1]
+    return q, rows, dict(zip(keywords, to_device([*keywords.values()], _DEVICE), strict=True))
 
 
 @case(
@@ -43,16 +40,14 @@ def graph_padding(ops: Ops) -> None:
     tokens, real = 8, 5
     given = scene(tokens=tokens, sink=True)
     want = given.expected()
-    (q, cache, indices, lengths), keywords = _on_device(given)
+    q, listed, keywords = _on_device(given)
     target = to_device(get_layout(MAIN_FP8).allocate(2, 64, fill=0xFF), _DEVICE)
     rows = torch.randn(tokens, 512, device=_DEVICE).bfloat16()
     slots = torch.arange(3, 3 + 9 * tokens, 9, device=_DEVICE)
 
     def step() -> tuple[Tensor, Tensor | None]:
         ops.quantize_and_insert_k_cache(rows, target, slots)
-        result: tuple[Tensor, Tensor | None] = ops.sparse_attention(
-            q, cache, indices, lengths, **keywords
-        )
+        result: tuple[Tensor, Tensor | None] = ops.sparse_attention(q, listed, **keywords)
         return result
 
     stream = torch.cuda.Stream()
@@ -64,10 +59,11 @@ def graph_padding(ops: Ops) -> None:
             out, lse = step()
         slots[real:] = -1
         q[real:], rows[real:] = torch.nan, torch.nan
-        limit = cache.shape[0] * cache.shape[1]
-        for name, tensor in (("", indices), ("extra_", keywords["extra_indices"])):
-            tensor[real:] = hostile_indices(limit, tokens - real, tensor.shape[1]).to(_DEVICE)
-            (keywords["extra_lengths"] if name else lengths)[real:] = 0
+        for each in listed:
+            hostile = hostile_indices(listed[0].limit, tokens - real, each.width)
+            each.indices[real:] = hostile.to(_DEVICE)
+            assert each.lengths is not None
+            each.lengths[real:] = 0
         target.fill_(0xFF)
         graph.replay()
         stream.synchronize()
@@ -111,7 +107,7 @@ def _compilations() -> Iterator[list[str]]:
 )
 def no_new_compilation(ops: Ops) -> None:
     most = 128
-    (q, cache, indices, lengths), keywords = _on_device(scene(tokens=most, heads=2, extra=0))
+    q, listed, keywords = _on_device(scene(tokens=most, heads=2, extra=0))
     logits = torch.randn(most, 600, device=_DEVICE)
     ends = torch.full((most,), 600, dtype=torch.int32, device=_DEVICE)
     h, u = torch.randn(most, 4, 64, device=_DEVICE), torch.randn(most, 64, device=_DEVICE)
@@ -120,7 +116,7 @@ def no_new_compilation(ops: Ops) -> None:
 
     def step(tokens: int) -> None:
         some = slice(0, tokens)
-        ops.sparse_attention(q[some], cache, indices[some], lengths[some], **keywords)
+        ops.sparse_attention(q[some], [each.part(some) for each in listed], **keywords)
         ops.topk_per_row(logits[some], torch.zeros_like(ends[some]), ends[some], 512)
         _, post, comb = ops.hc_pre(h[some], fn, base, scale, norm_eps=1e-6, hc_eps=1e-6, iters=20)
         ops.hc_post(u[some], h[some], post, comb)

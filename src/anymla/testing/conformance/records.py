@@ -24,7 +24,7 @@ from anymla.testing.tolerance import assert_identical
 
 _INSERT = "quantize_and_insert_k_cache"
 
-# The two leading values of a block that is zero otherwise; scale byte and codes.
+# The two leading values of a block that is otherwise zero, with its scale byte and codes.
 _FP8_GOLDEN = (
     ((1.0, -0.5), 119, (0x78, 0xF0)),
     ((6.0, 1.0), 121, (0x7C, 0x68)),
@@ -118,7 +118,7 @@ def nvfp4_rows(ops: Ops) -> None:
 
 
 def _hostile_scales(ops: Ops, layout_id: str) -> None:
-    """Bytes that no writer emits must decode to NaN, and nothing else may."""
+    """Check that bytes which no writer emits decode to NaN, and nothing else does."""
     layout = get_layout(layout_id)
     cache = layout.allocate(1, 8, fill=0xFF)
     data, scales = layout.planes(cache)

@@ -6,6 +6,7 @@ import torch
 
 from anymla.formats.page_layout import ROWS_FP32_512, get_layout
 from anymla.model.config import ModelConfig
+from anymla.ops.attention import CacheRows
 from anymla.ops.norm_rope import YarnScaling, cos_sin_table, inv_freq
 from anymla.testing.conformance.expected import EPS, attend, table, v4_config
 from anymla.testing.conformance.ops import Ops
@@ -94,7 +95,8 @@ def no_mscale(ops: Ops) -> None:
     q = torch.randn(2, 3, 512)
     indices = torch.stack([torch.randperm(16) for _ in range(2)]).int()
     want = attend(q, [cache[0, row.long()].double() for row in indices], scale=512**-0.5)
-    want.check(ops.sparse_attention(q, cache, indices, layout=ROWS_FP32_512), "default scale")
+    listed = CacheRows(cache, ROWS_FP32_512, indices)
+    want.check(ops.sparse_attention(q, [listed]), "default scale")
 
 
 @case("R4", "interleaved pairs of the last 64 channels; the inverse undoes it", "rope")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops.attention import CacheRows
 from anymla.testing.conformance.expected import Attention, attend
 from anymla.testing.generate import GuardedCache, guarded_cache, hostile_indices
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
@@ -32,11 +33,16 @@ class Scope:
 
     @property
     def cache(self) -> Tensor:
-        """The cache tensor."""
+        """Tensor of the cache."""
         return self.guarded.cache
 
+    @property
+    def listed(self) -> CacheRows:
+        """The rows in the form that attention takes."""
+        return CacheRows(self.cache, self.layout, self.indices, self.lengths)
+
     def rows(self, token: int) -> Tensor:
-        """Float64 rows that a token reads, hostile indices left out."""
+        """Return the float64 rows that a token reads, without hostile indices."""
         slots = self.indices[token, : self.lengths[token]].long()
         inside = (slots >= 0) & (slots < self.cache.shape[0] * self.cache.shape[1])
         return ROW_FORMATS[self.layout].decode(
@@ -84,21 +90,17 @@ class Scene:
     value_dim: int | None = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of ``sparse_attention``."""
-        keywords: dict[str, Any] = {"sink": self.sink, "layout": self.main.layout}
+        """Return positional and keyword arguments of ``sparse_attention``."""
+        keywords: dict[str, Any] = {"sink": self.sink}
         if self.value_dim is not None:
             keywords["value_dim"] = self.value_dim
+        rows = [self.main.listed]
         if self.extra is not None:
-            keywords |= {
-                "extra_cache": self.extra.cache,
-                "extra_indices": self.extra.indices,
-                "extra_lengths": self.extra.lengths,
-                "extra_layout": self.extra.layout,
-            }
-        return (self.q, self.main.cache, self.main.indices, self.main.lengths), keywords
+            rows.append(self.extra.listed)
+        return (self.q, rows), keywords
 
     def expected(self) -> Attention:
-        """The float64 result."""
+        """Compute the float64 result."""
         rows = []
         for token in range(len(self.q)):
             part = self.main.rows(token)
@@ -111,7 +113,7 @@ class Scene:
 def scene(
     tokens: int = 3, heads: int = 4, width: int = 40, extra: int = 24, *, sink: bool = False
 ) -> Scene:
-    """Bfloat16 queries over a window cache of 64-entry pages and one of 2-entry pages.
+    """Make bfloat16 queries over a window cache of 64-entry pages and one of 2-entry pages.
 
     There is no sink by default: a library that drops the sink fails the cases about it, and the
     other cases still judge it.
@@ -125,5 +127,5 @@ def scene(
 
 
 def coded(*shape: int) -> Tensor:
-    """Random float32 values that e4m3 holds exactly, so that libraries of FP8 can take them."""
+    """Draw float32 values that e4m3 holds exactly, so that libraries of FP8 can take them."""
     return torch.randn(*shape).to(torch.float8_e4m3fn).float()

@@ -14,12 +14,15 @@ from anymla.testing.generate import GuardedCache, guarded_cache, hostile_indices
 
 
 def _integers(*shape: int) -> Tensor:
-    """Values whose scores are exact in any order of summation, with many ties."""
+    """Draw values whose scores are exact in any order of summation, with many ties."""
     return torch.randint(-2, 3, shape).float()
 
 
 def _best(scores: Tensor, k: int) -> list[int]:
-    """The rule: higher first, NaN highest, then the lower entry; as ascending entries."""
+    """Return the entries that the rule chooses, ascending.
+
+    Higher scores come first, NaN highest, and of equal scores the lower entry.
+    """
     order = torch.sort(scores, descending=True, stable=True).indices[:k]
     return sorted(order.tolist())
 
@@ -73,7 +76,7 @@ def best_of_the_scores(ops: Ops) -> None:
     for row, length in enumerate(lens.tolist()):
         _check(chosen, row, _best(scores[row, :length], 20), f"row {row}")
 
-    # relu(x) - relu(-x) = x: any score, NaN and infinities included.
+    # Since relu(x) - relu(-x) = x, any score can be made, also NaN and infinities.
     values = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1.0, -1.0]).repeat(4)
     plain = guarded_cache(ROWS_FP32_128, 2, 16)
     rows = torch.zeros(28, 128)

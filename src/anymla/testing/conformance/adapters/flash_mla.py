@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.attention import CacheRows
 from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.adapters import Adapter, require_module
 from anymla.testing.conformance.registry import NotApplicable
@@ -64,35 +66,29 @@ def adapter_of(module: ModuleType, name: str, *, needs_gpu: bool = True) -> Adap
 def _decode(
     module: Any,
     q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None = None,
+    rows: Sequence[CacheRows],
     *,
     sink: Tensor | None = None,
     scale: float | None = None,
-    extra_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
     **rest: Any,
 ) -> tuple[Tensor, Tensor]:
     _claims(q, rest)
-    if layout != MAIN_FP8 or (extra_cache is not None and extra_layout != MAIN_FP8):
+    if any(each.layout != MAIN_FP8 for each in rows):
         raise NotApplicable(f"reads {MAIN_FP8} only")
     heads = q.shape[1]
     q, sink = _padded_heads(q, sink)
     metadata, _ = module.get_mla_metadata()
     extra: dict[str, Any] = {}
-    if extra_cache is not None and extra_indices is not None:
+    for each in rows[1:]:
         extra = {
-            "extra_k_cache": _pages(extra_cache),
-            "extra_indices_in_kvcache": _listed(extra_indices, extra_cache, _DECODE_COLUMNS),
-            "extra_topk_length": extra_lengths,
+            "extra_k_cache": _pages(each.cache),
+            "extra_indices_in_kvcache": _listed(each.indices, each.cache, _DECODE_COLUMNS),
+            "extra_topk_length": each.lengths,
         }
+    window = rows[0]
     out, lse = module.flash_mla_with_kvcache(
         q.unsqueeze(1).contiguous(),
-        _pages(k_cache),
+        _pages(window.cache),
         None,
         None,
         512,
@@ -101,9 +97,9 @@ def _decode(
         scale,
         False,
         True,
-        _listed(indices, k_cache, _DECODE_COLUMNS),
+        _listed(window.indices, window.cache, _DECODE_COLUMNS),
         sink,
-        topk_length=lengths,
+        topk_length=window.lengths,
         **extra,
     )
     return out[:, 0, :heads], _minus_inf(lse[:, :heads, 0])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import MAIN_FP8
+from anymla.ops.attention import CacheRows
 from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.adapters import Adapter, require_module
 from anymla.testing.conformance.registry import NotApplicable
@@ -35,35 +37,29 @@ def adapter() -> Adapter:
 def _adapter_of(module: Any) -> Adapter:
     def decode(
         q: Tensor,
-        k_cache: Tensor,
-        indices: Tensor,
-        lengths: Tensor | None = None,
+        rows: Sequence[CacheRows],
         *,
         sink: Tensor | None = None,
         scale: float | None = None,
-        extra_cache: Tensor | None = None,
-        extra_indices: Tensor | None = None,
-        extra_lengths: Tensor | None = None,
-        layout: str = MAIN_FP8,
-        extra_layout: str = MAIN_FP8,
         **rest: Any,
     ) -> tuple[Tensor, None]:
-        if layout != MAIN_FP8 or (extra_cache is not None and extra_layout != MAIN_FP8):
+        if any(each.layout != MAIN_FP8 for each in rows):
             raise NotApplicable(f"reads {MAIN_FP8} only")
         if q.dtype != torch.bfloat16:
             raise NotApplicable(f"takes bfloat16 queries, not {q.dtype}")
         if rest.get("batch_invariant"):
             raise NotApplicable("has no batch-invariant mode")
         out = torch.empty_like(q)
-        topk, topk_lens = None, None
-        if extra_cache is not None and extra_indices is not None:
-            topk, topk_lens = _listed(extra_indices, extra_lengths, extra_cache)
-        window, window_lens = _listed(indices, lengths, k_cache)
+        entries, topk, topk_lens = None, None, None
+        for each in rows[1:]:
+            entries = each.cache
+            topk, topk_lens = _listed(each)
+        window, window_lens = _listed(rows[0])
         module.xpu_sparse_decode_fp8(
             q=q,
-            kv_cache=extra_cache,
-            swa_kv_cache=k_cache,
-            swa_only=extra_cache is None,
+            kv_cache=entries,
+            swa_kv_cache=rows[0].cache,
+            swa_only=entries is None,
             topk_indices=topk,
             topk_lens=topk_lens,
             swa_indices=window,
@@ -89,9 +85,9 @@ def _adapter_of(module: Any) -> Adapter:
     )
 
 
-def _listed(indices: Tensor, lengths: Tensor | None, cache: Tensor) -> tuple[Tensor, Tensor]:
+def _listed(rows: CacheRows) -> tuple[Tensor, Tensor]:
     """Return indices [T, 1, K] with the valid rows first, and the number of valid rows."""
-    flat = indices if indices.ndim == 2 else indices.squeeze(1)
+    cache, _, flat, lengths = rows.dense()
     inside = (flat >= 0) & (flat < cache.shape[0] * cache.shape[1])
     if lengths is not None:
         inside &= torch.arange(flat.shape[1], device=flat.device) < lengths.unsqueeze(1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
+from anymla.ops.attention import CacheRows
 from anymla.testing.conformance.faults.fault import GOOD, fault
 
 
@@ -56,22 +57,20 @@ def heads_in_blocks_of_eight(*args: Any, **rest: Any) -> Any:
 
 
 @fault("sparse_attention", "A4", "I9")
-def columns_in_blocks_of_64(
-    q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
-) -> Any:
-    width = max(64, indices.shape[1] // 64 * 64)
-    return GOOD.sparse_attention(
-        q, cache, indices[:, :width], None if lengths is None else lengths.clamp(max=width), **rest
-    )
+def columns_in_blocks_of_64(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
+    first, *more = rows
+    width = max(64, first.width // 64 * 64)
+    lengths = None if first.lengths is None else first.lengths.clamp(max=width)
+    first = first._replace(indices=first.indices[:, :width], lengths=lengths)
+    return GOOD.sparse_attention(q, [first, *more], **rest)
 
 
 @fault("sparse_attention", "A5")
-def other_kernel_forgets_a_column(
-    q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
-) -> Any:
-    if len(q) > 64 and lengths is not None:
-        lengths = lengths - 1
-    return GOOD.sparse_attention(q, cache, indices, lengths, **rest)
+def other_kernel_forgets_a_column(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
+    first, *more = rows
+    if len(q) > 64 and first.lengths is not None:
+        first = first._replace(lengths=first.lengths - 1)
+    return GOOD.sparse_attention(q, [first, *more], **rest)
 
 
 @fault("sparse_attention", "A7")
@@ -88,18 +87,15 @@ def grid_of_65535_tokens(*args: Any, **rest: Any) -> Any:
 
 
 @fault("sparse_attention", "A10", "L6")
-def lengths_ignored(
-    q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
-) -> Any:
-    return GOOD.sparse_attention(q, cache, indices, None, **rest)
+def lengths_ignored(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
+    return GOOD.sparse_attention(q, [rows[0]._replace(lengths=None), *rows[1:]], **rest)
 
 
 @fault("sparse_attention", "A10", "I9")
-def negative_indices_wrap_around(
-    q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor | None = None, **rest: Any
-) -> Any:
-    limit = cache.shape[0] * cache.shape[1]
-    return GOOD.sparse_attention(q, cache, indices % limit, lengths, **rest)
+def negative_indices_wrap_around(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
+    first, *more = rows
+    first = first._replace(indices=first.indices % first.limit)
+    return GOOD.sparse_attention(q, [first, *more], **rest)
 
 
 @fault("sparse_attention_rows", "A10")
@@ -130,11 +126,11 @@ def workspace_is_multiplied_by_zero(q: Tensor, rows: Tensor, *args: Any, **rest:
 
 
 @fault("sparse_attention", "L6")
-def masked_rows_are_multiplied_by_zero(q: Tensor, cache: Tensor, *args: Any, **rest: Any) -> Any:
-    out, lse = GOOD.sparse_attention(q, cache, *args, **rest)
-    layout = get_layout(rest.get("layout", "v4_main_fp8"))
+def masked_rows_are_multiplied_by_zero(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
+    out, lse = GOOD.sparse_attention(q, rows, **rest)
+    cache, layout_id, *_ = rows[0]
     slots = torch.arange(cache.shape[0] * cache.shape[1])
-    return out + 0 * layout.read(cache, slots, torch.float32).sum(), lse
+    return out + 0 * get_layout(layout_id).read(cache, slots, torch.float32).sum(), lse
 
 
 @fault("sparse_attention", "R3")
@@ -143,10 +139,9 @@ def softmax_with_mscale(*args: Any, **rest: Any) -> Any:
 
 
 @fault("sparse_attention", "Q2")
-def one_format_flag_for_both_caches(*args: Any, **rest: Any) -> Any:
-    if rest.get("extra_layout", "") != rest.get("layout", ""):
-        rest = {key: value for key, value in rest.items() if not key.startswith("extra")}
-    return GOOD.sparse_attention(*args, **rest)
+def one_format_flag_for_both_caches(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
+    alike = [each for each in rows if each.layout == rows[0].layout]
+    return GOOD.sparse_attention(q, alike, **rest)
 
 
 @fault("sparse_attention", "L8")

@@ -16,6 +16,7 @@ from anymla.formats.page_layout import (
     V41_MAIN_FP8_SPLIT,
     get_layout,
 )
+from anymla.ops.attention import CacheRows
 from anymla.testing.conformance.faults.fault import GOOD, fault
 
 _FP8 = (V41_MAIN_FP8, V41_MAIN_FP8_SPLIT)
@@ -38,7 +39,7 @@ def _stored(cache: Tensor, slots: Tensor, layout: str, data: Tensor, scales: Ten
 
 
 def _nvfp4(k: Tensor, cache: Tensor, slots: Tensor, layout: str, scale: Tensor, block: int) -> None:
-    """Code rows with scales [n, 512 / block] that somebody chose."""
+    """Code rows with given scales [n, 512 / block]."""
     codes = encode_e2m1(k.bfloat16().float().unflatten(1, (-1, block)) / scale.unsqueeze(-1))
     stored = encode_e4m3(scale).repeat_interleave(block // 16, 1)
     _stored(cache, slots, layout, pack_nibbles(codes.flatten(1)), stored)
@@ -64,10 +65,9 @@ def entries_gathered_in_the_other_arrangement(
 
 
 @fault("sparse_attention", "L9", "Q9")
-def entries_attended_in_the_other_arrangement(*args: Any, **rest: Any) -> Any:
-    for name in {"layout", "extra_layout"} & set(rest):
-        rest[name] = _OTHER.get(rest[name], rest[name])
-    return GOOD.sparse_attention(*args, **rest)
+def entries_attended_in_the_other_arrangement(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
+    other = [each._replace(layout=_OTHER.get(each.layout, each.layout)) for each in rows]
+    return GOOD.sparse_attention(q, other, **rest)
 
 
 @fault("quantize_and_insert_k_cache", "Q8")
@@ -117,7 +117,7 @@ def nvfp4_scale_does_not_saturate(
 def nvfp4_values_are_not_clamped(
     k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
 ) -> None:
-    """A magnitude above 6 scales, which nearest scales allow, overflows into the sign."""
+    """Let a magnitude above 6 scales, which nearest scales allow, overflow into the sign."""
     GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
     if layout in _NVFP4:
         data, scales = _held(cache, slots, layout)
@@ -183,7 +183,7 @@ def v41_window_in_blocks_of_64(
 def v41_scale_floored_instead_of_amax(
     k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
 ) -> None:
-    """A least scale of 1e-4 (byte 114), as some writers have it."""
+    """Limit scales to at least 1e-4 (byte 114), as some writers do."""
     if layout not in _FP8:
         GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
         return
@@ -193,9 +193,12 @@ def v41_scale_floored_instead_of_amax(
 
 
 @fault("sparse_attention", "Q9")
-def entries_are_read_in_the_windows_order(*args: Any, **rest: Any) -> Any:
+def entries_are_read_in_the_windows_order(q: Tensor, rows: list[CacheRows], **rest: Any) -> Any:
     """Read the compressed cache in the window's arrangement, ignoring its record."""
-    extra = rest.get("extra_layout")
-    if extra in _NVFP4 and rest["layout"] in (*_FP8, "v4_main_fp8"):
-        rest["extra_layout"] = _OTHER[extra]
-    return GOOD.sparse_attention(*args, **rest)
+    first, *more = rows
+    if first.layout in (*_FP8, "v4_main_fp8"):
+        more = [
+            each._replace(layout=_OTHER[each.layout]) if each.layout in _NVFP4 else each
+            for each in more
+        ]
+    return GOOD.sparse_attention(q, [first, *more], **rest)

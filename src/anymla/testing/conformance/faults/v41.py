@@ -145,7 +145,7 @@ def the_value_stands_before_the_keys(
 
 
 def gated(h: Tensor, projected: Tensor, weight: Tensor, eps: float, least: float) -> Tensor:
-    """``engram_gate`` with another least size of a dot."""
+    """Compute ``engram_gate`` with another lower bound of the dot product's size."""
     parts = projected.unflatten(1, (h.shape[1] + 1, -1))
     keys, value = parts[:, :-1], parts[:, -1:]
     dot = (h * weight * keys).sum(2, keepdim=True) / h.shape[2] ** 0.5

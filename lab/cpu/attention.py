@@ -13,7 +13,7 @@ from torch import Tensor
 from anymla.bench.random_caches import random_rows
 from anymla.bench.report import Result
 from anymla.formats.page_layout import MAIN_FP8
-from anymla.ops.attention import sparse_attention
+from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.attention.decode_shapes import (
     FLASH_DECODE,
     PRO_DECODE,
@@ -21,7 +21,7 @@ from anymla.ops.attention.decode_shapes import (
     AttentionShape,
 )
 from anymla.testing.tolerance import accumulation, assert_close, ulps
-from lab.ceilings import MATMUL_FLOPS, square
+from lab.cpu.ceilings import MATMUL_FLOPS, square
 from lab.timing import interleaved, median, ratio_by_round, spread
 
 PART = "decode attention, FP8 cache, bf16"
@@ -67,33 +67,22 @@ def attention(rounds: int) -> list[Result]:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Arguments of one call; ``extra`` are the second scope's cache and indices."""
+    """Arguments of ``sparse_attention``."""
 
     q: Tensor
-    cache: Tensor
-    indices: Tensor
+    rows: list[CacheRows]
     sink: Tensor
-    extra: tuple[Tensor, Tensor] | None
 
     @classmethod
     def draw(cls, shape: AttentionShape) -> _Call:
-        cache, indices = _scope(shape.tokens, shape.window)
-        extra = _scope(shape.tokens, shape.entries) if shape.entries else None
+        widths = [width for width in (shape.window, shape.entries) if width]
+        rows = [_rows(shape.tokens, width) for width in widths]
         q = torch.randn(shape.tokens, shape.heads, shape.dim).bfloat16()
-        return cls(q, cache, indices, torch.randn(shape.heads), extra)
+        return cls(q, rows, torch.randn(shape.heads))
 
     def run(self, q: Tensor | None = None, backend: str | None = None) -> tuple[Tensor, Tensor]:
-        extra_cache, extra_indices = self.extra or (None, None)
-        result: tuple[Tensor, Tensor] = sparse_attention(
-            self.q if q is None else q,
-            self.cache,
-            self.indices,
-            sink=self.sink,
-            extra_cache=extra_cache,
-            extra_indices=extra_indices,
-            backend=backend,
-        )
-        return result
+        q = self.q if q is None else q
+        return sparse_attention(q, self.rows, sink=self.sink, backend=backend)
 
     def verify(self) -> None:
         """Compare with float64: p and the output are each rounded to bfloat16 once."""
@@ -107,8 +96,8 @@ class _Call:
             assert_close(lse, want_lse, atol=slack, rtol=slack, scale=8.0, name="lse")
 
 
-def _scope(tokens: int, slots: int) -> tuple[Tensor, Tensor]:
-    """A cache of four times the rows that a token lists, and random lists of them."""
+def _rows(tokens: int, slots: int) -> CacheRows:
+    """Draw lists of rows from a cache of four times the rows that a token lists."""
     cache = random_rows(MAIN_FP8, 4 * slots, 64)
     lists = [torch.randperm(len(cache) * 64)[:slots] for _ in range(tokens)]
-    return cache, torch.stack(lists).int()
+    return CacheRows(cache, MAIN_FP8, torch.stack(lists).int())

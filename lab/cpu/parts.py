@@ -1,4 +1,4 @@
-"""The CPU suite: what of it to run, and in which order."""
+"""Parts of the CPU suite, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from anymla.bench.report import Result
 from lab.attention import attention
-from lab.ceilings import ceilings
-from lab.context import CONTEXTS, context_curve
-from lab.decode import decode
-from lab.memory import cache_bytes, loading
-from lab.packed import packed
-from lab.selection import selection
+from lab.cpu.ceilings import ceilings
+from lab.cpu.context import CONTEXTS, context_curve
+from lab.cpu.decode import decode
+from lab.cpu.memory import cache_bytes, loading
+from lab.cpu.packed import packed
+from lab.cpu.selection import selection
 
 
 def _in_directory(measure: Callable[[Path], list[Result]]) -> list[Result]:
@@ -22,11 +22,7 @@ def _in_directory(measure: Callable[[Path], list[Result]]) -> list[Result]:
 
 
 def parts(quick: bool) -> dict[str, Callable[[], list[Result]]]:
-    """The suite's parts by name.
-
-    Args:
-        quick: fewer repetitions and shorter contexts: a few seconds a part, noisier numbers.
-    """
+    """Return the suite's parts by name."""
     rounds = 3 if quick else 15
     contexts = CONTEXTS[:3] if quick else CONTEXTS
     turns = 2 if quick else 8

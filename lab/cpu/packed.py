@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.bench.random_weights import random_e4m3
 from anymla.bench.report import Result
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.mxfp4 import MXFP4_BLOCK
 from anymla.ops.linear import fp8_block_linear, linear, mxfp4_linear
 from anymla.ops.moe import experts
 from anymla.ops.registry import Operation
-from lab.ceilings import MATMUL_FLOPS, square
+from lab.cpu.ceilings import COPY_BYTES, MATMUL_FLOPS, copy, product
 from lab.timing import interleaved, median
 
 PART = "weights read by products of few tokens, bf16"
 TOKENS = (1, 2, 4, 8, 16)
 _TARGET = 0.5
-_COPY_BYTES = 1 << 26
-# A weight of V4-Flash's layers, several of it, so that none is in the caches when it is its turn;
-# its experts, some of the 256, and those of a token.
+# Rows and columns of a weight of V4-Flash's layers, and copies of it, so that none is in the caches
+# at its turn; then its experts, some of the 256, and those of one token.
 _ROWS, _COLUMNS, _WEIGHTS = 4096, 4096, 6
 _INNER, _EXPERTS, _CHOSEN = 2048, 24, 6
 
@@ -51,8 +51,8 @@ class _Work:
 def packed(rounds: int) -> list[Result]:
     """Time FP8 and MXFP4 products and experts of 1 to 16 tokens, beside copies and products.
 
-    The best of all calls counts, in processor time if there is one thread, so that what else the
-    machine does is left out; with several threads on the wall's clock.
+    The fastest of all calls counts. With one thread it is processor time, which excludes the
+    machine's other work; with several threads it is wall time.
     """
     size = f"{_COLUMNS} -> {_ROWS}"
     results = []
@@ -72,12 +72,11 @@ def packed(rounds: int) -> list[Result]:
 
 
 def _weight(kind: str, rows: int, columns: int) -> tuple[Tensor, ...]:
-    """Random codes and scales near 2^-8."""
+    """Draw random codes, and scales near 2^-8."""
     if kind == "bf16":
         return (torch.randn(rows, columns).bfloat16(),)
     if kind == "fp8":
-        codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
-        codes[(codes & 0x7F) == 0x7F] = 0
+        codes = random_e4m3(rows, columns)
         shape = rows // FP8_BLOCK, columns // FP8_BLOCK
     else:
         codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
@@ -117,23 +116,16 @@ def _mixture(kind: str, bank: list[list[tuple[Tensor, ...]]], tokens: int) -> _W
     turn = itertools.cycle(draws)
     backend = experts.resolve(x, draws[0], **call.keywords).name
     flops = 2 * tokens * _CHOSEN * 3 * _INNER * _COLUMNS
-    # As many bytes as the draw with the fewest experts, which is the fastest.
+    # Count the bytes of the draw with the fewest experts, which is the fastest.
     return _Work(lambda: call(x, next(turn)), backend, min(chosen) * one, flops)
 
 
 def _timed(name: str, tokens: int, work: _Work, rounds: int) -> Result:
-    matrix = square(torch.bfloat16)
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    functions: dict[str, Callable[[], object]] = {
-        "call": work.run,
-        "copy": lambda: target.copy_(source),
-        "product": functools.partial(torch.matmul, matrix, matrix),
-    }
+    functions = {"call": work.run, "copy": copy(), "product": product(torch.bfloat16)}
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times = interleaved(functions, rounds=rounds, block=_WEIGHTS, clock=clock)
     best = {key: min(each) for key, each in times.items()}
-    rate, copied = work.nbytes / best["call"] / 1e9, 2 * _COPY_BYTES / best["copy"] / 1e9
+    rate, copied = work.nbytes / best["call"] / 1e9, 2 * COPY_BYTES / best["copy"] / 1e9
     share = rate / copied
     asked = not name.startswith("bf16")
     return Result(

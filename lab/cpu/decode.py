@@ -13,15 +13,15 @@ from anymla.bench.report import Result
 from anymla.model.transformer import Transformer
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Request
-from lab.models import engine_with, load, prompt, tiny
+from lab.cpu.tiny_model import engine_with, load, prompt, tiny
 from lab.peers.transformers import Generation, Transformers
-from lab.timing import CountedCalls, interleaved, median, ratio_by_round, spread
+from lab.timing import CountedCalls, interleaved, median, milliseconds, ratio_by_round
 
 PART = "whole tiny model, 4 layers, ratios 0,4,128,4, batch 1"
 PROMPT_TOKENS = 700
 _TARGET = 4.0
 _BLOCK = 16
-_COUNTED = 4  # steps, one of which closes windows of four tokens
+_COUNTED = 4  # steps whose operators are counted; one of them closes windows of four tokens
 _PEER = "transformers fp32"
 _VARIANTS = {
     "anymla bf16, FP8 cache": (torch.bfloat16, "fp8"),
@@ -34,14 +34,14 @@ class PeerMissing(RuntimeError):
 
 
 def decode(directory: Path, rounds: int) -> list[Result]:
-    """Prefill and decode speed of anymla and of transformers, in turns and in processor time.
+    """Measure prefill and decode speed of anymla and of transformers, in turns, in processor time.
 
-    What else a machine runs takes no processor time of this process; threads add theirs up. Calls
-    are the operators that torch is asked for in a step, numba's kernels not among them.
+    Other processes take no processor time of this one; the times of threads add up. Calls are
+    counts of the operators that torch dispatches in a step, without numba's kernels.
 
     Args:
-        directory: empty; a bfloat16 checkpoint is written there, which both load.
-        rounds: turns of 16 tokens each.
+        directory: empty directory for a bfloat16 checkpoint, which both load.
+        rounds: number of turns, of 16 tokens each.
 
     Raises:
         PeerMissing: there is nothing to compare with.
@@ -77,12 +77,9 @@ def decode(directory: Path, rounds: int) -> list[Result]:
         calls[name] = counted.count / _COUNTED
     results = []
     for name in runs:
-        low, high = spread(times[name])
         values: dict[str, Any] = {
             "prefill_ms": prefill[name] * 1e3,
-            "decode_ms": median(times[name]) * 1e3,
-            "decode_ms_p10": low * 1e3,
-            "decode_ms_p90": high * 1e3,
+            **milliseconds(times[name], "decode_ms"),
             "tokens_per_s": 1 / median(times[name]),
             "torch_calls": calls[name],
             "clock": "process_time",
@@ -107,7 +104,7 @@ def decode(directory: Path, rounds: int) -> list[Result]:
 
 
 class _Ours:
-    """A request that has read the prompt and generates one token a call."""
+    """A request that has read the prompt and generates one token per call."""
 
     def __init__(self, model: Transformer, kv_cache: str, limit: int) -> None:
         request = Request("bench", prompt(model, PROMPT_TOKENS), max_new_tokens=limit)
@@ -119,6 +116,6 @@ class _Ours:
         self.prefill_s = time.process_time() - start
 
     def next_token(self) -> int:
-        """One step."""
+        """Run one step and return its token."""
         self.tokens += self.engine.step().new_tokens.get("bench", [])
         return len(self.tokens)

@@ -6,11 +6,12 @@ import functools
 
 import torch
 
+from anymla.bench.random_caches import random_rows
 from anymla.bench.report import Result
-from anymla.formats.page_layout import INDEX_MXFP4, get_layout
+from anymla.formats.page_layout import INDEX_MXFP4
 from anymla.layers.selection import TwoLevels, select_entries
 from anymla.testing.published import FLASH_41
-from lab.timing import interleaved, median, spread
+from lab.timing import interleaved, milliseconds
 
 PART = "selection within blocks, MXFP4 keys, one token"
 CONTEXTS = (16_384, 65_536, 262_144)
@@ -21,23 +22,19 @@ def selection(rounds: int) -> list[Result]:
     """Time contexts whose blocks hold all entries, a quarter and a sixteenth of them."""
     calls = {entries: _call(entries) for entries in CONTEXTS}
     times = interleaved({str(n): call for n, call in calls.items()}, rounds=rounds, block=1)
-    results = []
-    for entries in CONTEXTS:
-        taken = times[str(entries)]
-        low, high = spread(taken)
-        values = {"ms": median(taken) * 1e3, "ms_p10": low * 1e3, "ms_p90": high * 1e3}
-        results.append(Result(PART, f"{entries} entries", values))
-    return results
+    return [
+        Result(PART, f"{entries} entries", dict(milliseconds(times[str(entries)])))
+        for entries in CONTEXTS
+    ]
 
 
 def _call(entries: int) -> functools.partial[torch.Tensor]:
-    """A selection over random keys, within as many random blocks as the model keeps."""
+    """Make a selection over random keys, within as many random blocks as the model keeps."""
     text = FLASH_41["text_config"]
     heads, width = text["index_n_heads"], text["index_topk"]
     size, kept = text["candidate_block_size"], text["candidate_topk_blocks"]
     pages = entries // _PAGE
-    cache = get_layout(INDEX_MXFP4).allocate(pages, _PAGE)
-    get_layout(INDEX_MXFP4).write(cache, torch.arange(entries), torch.randn(entries, 128))
+    cache = random_rows(INDEX_MXFP4, entries, _PAGE)
     blocks = torch.randperm(entries // size)[:kept].sort().values
     blocks[-1] = entries // size - 1  # the newest is always kept
     return functools.partial(

@@ -5,7 +5,7 @@ import json
 from lab.page.intel import intel_table
 from lab.page.newest import newest
 from lab.page.rows import load_rows
-from lab.support_matrix import support_table
+from lab.page.support import support_table
 
 
 def test_the_last_run_counts_and_failures_are_counted(tmp_path):

@@ -6,20 +6,13 @@ import collections
 from collections.abc import Sequence
 
 from anymla.ops.device import TARGETS
-from lab.build_matrix import SHARED
+from lab.kernel_files import SHARED
 from lab.page.rows import Row
+from lab.page.table import Table, markdown
 
 
 def support_table(rows: Sequence[Row]) -> list[str]:
-    """Lines of the Markdown table, of the targets for which something was built.
-
-    A cell says "run" if the family's tests passed on that architecture when they last ran there,
-    or how many failed; "built n" if all n specialisations of its kernels were compiled for it and
-    fit, "built m of n" otherwise.
-
-    Args:
-        rows: the newest of each build (``module``) and of each run of tests (``family``).
-    """
+    """Return the lines of the Markdown table of the targets for which something was built."""
     built: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
     for row in rows:
         if "module" in row:
@@ -28,14 +21,11 @@ def support_table(rows: Sequence[Row]) -> list[str]:
     families = sorted({family for family, _ in built})
     recorded = {target for _, target in built}
     targets = [name for name in TARGETS if name in recorded]
-    lines = [
-        "| operations | " + " | ".join(targets) + " |",
-        "|---" * (len(targets) + 1) + "|",
+    body = [
+        [family, *(_cell(built[family, name], ran.get((family, name))) for name in targets)]
+        for family in families
     ]
-    for family in families:
-        cells = [_cell(built[family, target], ran.get((family, target))) for target in targets]
-        lines.append(f"| {family} | " + " | ".join(cells) + " |")
-    return lines
+    return markdown(Table(["operations", *targets], body, source=""))
 
 
 def _family(module: str) -> str:

@@ -28,14 +28,14 @@ def load(directory: Path, dtype: torch.dtype) -> Transformer:
 
 
 def prompt(model: Transformer, length: int) -> tuple[int, ...]:
-    """The same random token ids every time."""
+    """Return the same random token ids every time."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, model.config.vocab_size, (length,), generator=generator)
     return tuple(ids.tolist())
 
 
 def engine_with(model: Transformer, request: Request, kv_cache: str) -> Engine:
-    """An engine for one request, which is submitted."""
+    """Make an engine with one request, which is submitted."""
     engine = Engine.for_requests(model, EngineOptions(kv_cache=kv_cache), [request])
     engine.submit(request)
     return engine

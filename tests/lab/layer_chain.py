@@ -1,9 +1,9 @@
 """Layers of real size, one behind the other in a graph, against the same launched one by one.
 
-A kernel that starts before the one in front of it has ended, or beside one of another stream, must
-not read what is not there yet, nor write what is still read. A host that launches layers one by one
-is so slow that every kernel finds the device idle: there nothing overlaps, and what a graph's
-replay computes from the same inputs has to have the same bits.
+A kernel that starts before its predecessor has ended, or beside a kernel of another stream, must
+not read data that are not there yet, nor overwrite data that are still read. A host that launches
+layers one by one is so slow that every kernel finds the device idle and nothing overlaps. A graph's
+replay must compute the same bits from the same inputs.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.runtime.graphs import Graph
 
-# Positions that a batch is at, counted back from its context: two windows that are compressed.
+# Range of a batch's positions, counted back from its context: two windows that are compressed.
 _POSITIONS = 256
 _READ_ONLY_PAGES = 64
 
 
 class LayerChain:
-    """A step of decoding requests through ``length`` layers; metadata are made in it as well.
+    """Step of decoding requests through ``length`` layers, including the making of metadata.
 
-    Every request has pages of its own to write to, as requests have, and reads those and common
-    ones that nobody writes.
+    Every request writes to pages of its own, and reads those and common pages that nobody writes.
     """
 
     def __init__(self, setup: LayerSetup, batch: int, context: int, *, length: int = 6) -> None:
         """Make caches, block tables and buffers.
 
         Args:
-            setup: the layers, which are gone through in turn.
-            batch: requests, of one token each.
-            context: at most so many tokens of each, more than 256.
-            length: number of layers of the chain.
+            setup: layers that are used in turn.
+            batch: number of requests, of one token each.
+            context: largest number of tokens in a request, more than 256.
+            length: number of layers in the chain.
         """
         self._setup = setup
         self._length = length
@@ -77,7 +76,7 @@ class LayerChain:
         )
 
     def shuffle(self) -> None:
-        """Other inputs, at other positions."""
+        """Draw other inputs at other positions."""
         self._starts.random_(self._context - _POSITIONS, self._context)
         self._counts.random_(0, 8).clamp_(max=1)  # a few are padding
         for tensor in (self._h, self._u):
@@ -89,11 +88,11 @@ class LayerChain:
         """Compile the layers' kernels in parallel, where there are any to compile."""
         with compiled_together() as only_compiled:
             if only_compiled:
-                # Rows and slots are what tensors are indexed with: they must be right.
+                # Rows and slots index tensors, so they must be right.
                 self._run(INLINE, "torch")
 
     def run(self) -> tuple[Tensor, ...]:
-        """Launch everything once; streams [T, N, hidden] of the requests that are there."""
+        """Launch everything once; return the streams [T, N, hidden] of the requests that exist."""
         return self._run(INLINE, self._setup.backend)
 
     def _run(self, side: SideStream, selection: str | None) -> tuple[Tensor, ...]:
@@ -112,12 +111,12 @@ class LayerChain:
         return (streams.flush().where(step.is_valid[:, None, None], 0),)
 
     def graph(self, side: SideStream = INLINE) -> Graph:
-        """The same as a graph."""
+        """Record ``run`` as a graph."""
         backend = self._setup.backend
         return Graph(lambda: self._run(side, backend), self._setup.device, record=True)
 
     def written(self) -> list[Tensor]:
-        """Copies of all caches, as bytes."""
+        """Return copies of all caches as bytes."""
         return [
             cache.contiguous().view(torch.uint8).clone()
             for group in self._groups
@@ -126,6 +125,6 @@ class LayerChain:
 
 
 def _columns(group: CacheGroup, first: int, stop: int) -> range:
-    """Columns of a block table that tokens first .. stop - 1 write to."""
+    """Return the columns of a block table that tokens first .. stop - 1 write to."""
     per_page = group.tokens_per_page
     return range(first // per_page, (stop - 1) // per_page + 1)

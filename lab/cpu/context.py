@@ -15,8 +15,8 @@ from anymla.bench.report import Result
 from anymla.model.transformer import Transformer
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Request
-from lab.models import engine_with, load, prompt, tiny
-from lab.timing import interleaved, median, spread
+from lab.cpu.tiny_model import engine_with, load, prompt, tiny
+from lab.timing import interleaved, median, milliseconds
 
 PART = "decode step against context, tiny model, bf16, FP8 cache"
 CONTEXTS = tuple(1024 << i for i in range(7))
@@ -25,41 +25,29 @@ _STEPS = 24
 
 
 def context_curve(directory: Path, contexts: tuple[int, ...], rounds: int) -> list[Result]:
-    """Median decode step at each context length, contexts measured in turns.
-
-    Args:
-        directory: empty; a checkpoint is written there.
-        contexts: tokens in the caches.
-        rounds: number of turns in which all contexts are measured.
-    """
+    """Measure the median decode step at each context length, contexts in turns."""
     model = load(tiny(directory), torch.bfloat16)
     engines = {length: filled_engine(model, length, rounds) for length in contexts}
     steps = {str(length): engine.step for length, engine in engines.items()}
     times = interleaved(steps, rounds=rounds, block=_STEPS // 4, warm_up=2)
     first = median(times[str(contexts[0])])
-    results = []
-    for length in contexts:
-        taken = times[str(length)]
-        low, high = spread(taken)
-        results.append(
-            Result(
-                PART,
-                f"{length} tokens",
-                {
-                    "decode_ms": median(taken) * 1e3,
-                    "decode_ms_p10": low * 1e3,
-                    "decode_ms_p90": high * 1e3,
-                    "times_first": median(taken) / first,
-                    "cache_mb": engines[length].store.nbytes / 1e6,
-                    "caches": "random valid rows",
-                },
-            )
+    return [
+        Result(
+            PART,
+            f"{length} tokens",
+            {
+                **milliseconds(times[str(length)], "decode_ms"),
+                "times_first": median(times[str(length)]) / first,
+                "cache_mb": engines[length].store.nbytes / 1e6,
+                "caches": "random valid rows",
+            },
         )
-    return results
+        for length in contexts
+    ]
 
 
 def filled_engine(model: Transformer, length: int, rounds: int) -> Engine:
-    """An engine whose one request is about to run the last of ``length`` prompt tokens."""
+    """Make an engine whose one request is about to run the last of ``length`` prompt tokens."""
     new = rounds * _STEPS + 8
     request = Request("bench", prompt(model, length), max_new_tokens=new)
     engine = engine_with(model, request, "fp8")

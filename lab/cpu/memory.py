@@ -15,7 +15,7 @@ from anymla.formats.state_layout import state_page_stride_bytes
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Request
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
-from lab.models import engine_with, load, prompt, tiny
+from lab.cpu.tiny_model import engine_with, load, prompt, tiny
 
 PART = "memory"
 _CACHE_TARGET = 0.02
@@ -40,7 +40,7 @@ print(json.dumps({"peak": field("VmHWM") - before, "after": field("VmRSS") - bef
 
 
 def cache_bytes(directory: Path) -> list[Result]:
-    """Bytes of an engine's caches for one request of 65,536 tokens, by cache row format."""
+    """Return the bytes of an engine's caches for one request of 65,536 tokens, by row format."""
     model = load(tiny(directory), torch.bfloat16)
     results = []
     for kv_cache in ("fp8", "bf16", "fp32"):
@@ -61,7 +61,7 @@ def cache_bytes(directory: Path) -> list[Result]:
 
 
 def _layout_bytes(engine: Engine) -> int:
-    """Bytes of the pages that the request needs, by the layouts' page strides."""
+    """Return the bytes of the pages that the request needs, by the layouts' page strides."""
     total = 0
     for group in engine.store.groups:
         pages = engine.store.pools[group.name].capacity
@@ -77,11 +77,7 @@ def _layout_bytes(engine: Engine) -> int:
 
 
 def loading(directory: Path) -> list[Result]:
-    """Peak memory of loading checkpoints of some hundred MB.
-
-    Raises:
-        OSError: the system does not report a process's peak (/proc/self/status).
-    """
+    """Measure the peak memory of loading checkpoints of some hundred MB."""
     results = []
     for weights, dtype in (("fp4", "bf16"), ("fp8", "bf16"), ("bf16", "bf16")):
         checkpoint = directory / weights
@@ -113,5 +109,5 @@ def loading(directory: Path) -> list[Result]:
 
 
 def _large(weights: str) -> TinyOptions:
-    """Options for a checkpoint of some hundred MB."""
+    """Return options for a checkpoint of some hundred MB."""
     return TinyOptions(weights=weights, ratios=(0, 4, 128, 4), hidden=1024, heads=16, moe_size=256)
