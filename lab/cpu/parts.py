@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from anymla.bench.report import Result
-from lab.attention import attention
+from lab.cpu.attention import attention
 from lab.cpu.ceilings import ceilings
 from lab.cpu.context import CONTEXTS, context_curve
 from lab.cpu.decode import decode

@@ -11,9 +11,8 @@ from anymla.bench.report import Result, append_rows, line
 from anymla.ops.attention.decode_shapes import AttentionShape
 from anymla.ops.device import has_numba
 from anymla.testing.published import FLASH_41
-from lab import attention
 from lab.__main__ import main as command
-from lab.cpu import context, decode, memory, packed, selection
+from lab.cpu import attention, context, decode, memory, packed, selection
 from lab.cpu.tiny_model import load, tiny
 from lab.timing import by_round, interleaved, ratio_by_round
 

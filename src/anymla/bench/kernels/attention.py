@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from anymla.bench.kernels import TimedCall as Case
-from anymla.bench.kernels import backend
+from anymla.bench.kernels import TimedCall, backend
 from anymla.bench.random_caches import shared_rows
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops.attention import CacheRows, sparse_attention
@@ -21,7 +20,7 @@ _WINDOW_SLOTS, _ENTRY_SLOTS = 1 << 17, 1 << 18  # 77 and 153 MB of rows: more th
 _TOKENS = (1, 8, 32, 128)
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[TimedCall]:
     """Yield decode of Flash and of its shards, Pro, windows alone, prefill, and V3.2's rows."""
     for heads in (64, 32, 16, 8):
         for tokens in (*_TOKENS, 256) if heads == 64 else _TOKENS:
@@ -35,13 +34,13 @@ def cases() -> Iterator[Case]:
         yield _case(dataclasses.replace(V32_DECODE, tokens=tokens))
 
 
-def _case(shape: AttentionShape, *, batch_invariant: bool = False) -> Case:
+def _case(shape: AttentionShape, *, batch_invariant: bool = False) -> TimedCall:
     layout = _layout(shape)
     row = get_layout(layout).entry_bytes + 4
     heads = shape.tokens * shape.heads * (2 * (shape.dim + shape.out_dim) + 4)
     name = "sparse_attention, V3.2" if layout == V32_FP8 else "sparse_attention"
     label = f"{shape.tokens} tokens, {shape.heads} heads, {shape.window} + {shape.entries} slots"
-    return Case(
+    return TimedCall(
         f"{name}, {label}{', batch invariant' if batch_invariant else ''}",
         functools.partial(_setup, shape, batch_invariant),
         shape.tokens * shape.slots * row + heads,
