@@ -419,7 +419,7 @@ class AttentionOut:
     """Output tensors of a call of attention.
 
     Attributes:
-        out: combined heads, [T, H, values].
+        out: output heads of all tokens, [T, H, values].
         lse: log-sum-exp of each head, float32 [T, H].
         empty_lse: lse of a token without rows.
         max_logits: float32 [T, H] for the largest scores, or None.
