@@ -19,7 +19,6 @@ from anymla.ops.moe.config import (
     numba_router_support,
     numba_support,
     numba_swiglu_support,
-    w4a8_support,
 )
 from anymla.ops.registry import (
     FLOAT32_UP,
@@ -326,9 +325,4 @@ experts.register_lazy(
     "gluon_sm90",
     "anymla.ops.moe.gluon_sm90_launch",
     supports=in_blocks_of(QUANT_BLOCKS, gluon_support, told=True),
-)
-experts.register_lazy(
-    "gluon_sm90_w4a8",
-    "anymla.ops.moe.gluon_sm90_w4a8_launch",
-    supports=in_blocks_of_128(w4a8_support),
 )
