@@ -55,8 +55,9 @@ def test_kernels_that_no_cache_has_are_counted_once(tmp_path, monkeypatch) -> No
     code = (
         "import torch\n"
         "from anymla.ops.compile_notice import NOTICE\n"
-        "from anymla.ops.norm_rope import rms_norm\n"
-        "rms_norm(torch.ones(1, 64).bfloat16(), torch.ones(64), 1e-6, backend='numba')\n"
+        "from anymla.ops.linear import mxfp4_linear\n"
+        "weight = torch.zeros(32, 32, dtype=torch.uint8), torch.zeros(32, 2, dtype=torch.uint8)\n"
+        "mxfp4_linear(torch.ones(1, 64).bfloat16(), *weight, backend='numba')\n"
         "print(NOTICE.kernels, NOTICE.seconds > 0)\n"
     )
     for expected in ("1 True\n", "0 False\n"):
