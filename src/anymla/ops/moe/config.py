@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._few_tokens import FEW_ELEMENTS, few_tokens_support
 from anymla.ops._gemm_config import (
     choose_tile,
     operand_dtype,
@@ -249,52 +248,14 @@ def numba_support(
         return Support(False, f"CPU tensors, got {x.device.type}")
     if x.dtype == torch.float64:
         return Support(False, "computes in float32, but x is float64")
-    if weight_format == "nvfp4":
-        return Support(False, "experts with scales of powers of two or in float32, got nvfp4")
+    if weight_format not in ("fp8", "mxfp4"):
+        return Support(False, f"experts of fp8 or mxfp4 weights, got {weight_format}")
     if not len(w1):
         return Support(False, "at least one expert")
-    if weight_format == "plain":
-        support = few_tokens_support(len(x), (x, w1[0], w3[0], w2[0]), (weights,))
-        return support and Support(True, automatic=w1[0].numel() <= FEW_ELEMENTS)
     sizes = w1[0].shape[0], x.shape[1]
     if any(size % NUMBA_CHANNEL_STEP for size in sizes):
         return Support(False, f"sizes of whole {NUMBA_CHANNEL_STEP} channels, got {sizes}")
     return Support(True, automatic=ids.numel() <= _NUMBA_PAIRS_AN_EXPERT * len(w1))
-
-
-def numba_hash_support(
-    x: Tensor, gate: Tensor, token_ids: Tensor, tid2eid: Tensor, *, scale: float
-) -> Support:
-    """Return support of numba's ``route_hash``: few tokens on a CPU."""
-    return few_tokens_support(len(x), (x,), (gate,))
-
-
-def numba_router_support(
-    x: Tensor,
-    gate: Tensor,
-    bias: Tensor,
-    *,
-    k: int,
-    scale: float,
-    is_valid: Tensor | None = None,
-) -> Support:
-    """Return support of numba's ``route_biased``: few tokens on a CPU."""
-    support = few_tokens_support(len(x), (x,), (gate, bias))
-    return support and Support(True, automatic=gate.numel() <= FEW_ELEMENTS)
-
-
-def numba_swiglu_support(
-    gate: Tensor,
-    up: Tensor,
-    limit: float,
-    *,
-    codes: Tensor | None = None,
-    code_scales: Tensor | None = None,
-) -> Support:
-    """Return support of numba's ``swiglu``: few tokens on a CPU."""
-    if codes is not None:
-        return Support(False, "rows that are not quantised as well")
-    return few_tokens_support(gate.numel() // max(1, gate.shape[-1]), (gate, up))
 
 
 def gluon_support(
