@@ -14,7 +14,6 @@ from anymla.formats.records import (
     RowNvfp4Layout,
     SplitFp8Layout,
 )
-from anymla.ops._few_tokens import few_tokens_support
 from anymla.ops.attention.decode_config import SWAP_AB_HEADS
 from anymla.ops.device import Support, target_of, triton_support
 
@@ -27,8 +26,6 @@ _LARGEST_PAGE = 1 << 30
 # Queries that float16 rounds to a multiple of 2^-24 must not matter either.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 0.25
 _LARGEST_ROWS_SCALE = 2.0**30
-# Heads up to which a CPU's core multiplies in float32 sooner than it sets up products in bfloat16.
-_FEW_HEADS = 16
 # A CTA of the prefill kernel goes through a token's whole list. With few tokens many CTAs had
 # better share it.
 _MANY_TOKENS, _SHORT_LIST = 32, 1024
@@ -55,27 +52,6 @@ def triton_attention_support(q: Tensor, rows: Tensor, *args: Any, **keywords: An
         if cache.storage_offset() % unit or cache.stride(0) % unit:
             return Support(False, f"coded pages must lie at multiples of {unit} bytes")
     return support
-
-
-def numba_attention_support(
-    q: Tensor,
-    k_cache: Tensor,
-    *args: Any,
-    sink: Tensor | None = None,
-    layout: str = MAIN_FP8,
-    extra_layout: str = MAIN_FP8,
-    batch_invariant: bool = False,
-    **keywords: Any,
-) -> Support:
-    """``supports`` of numba's kernel of few tokens, on a CPU."""
-    for name in (layout, extra_layout):
-        rows = get_layout(name)
-        if not isinstance(rows, SplitFp8Layout) or rows.interleaved:
-            return Support(False, f"e4m3 values in a plane of their own, got {name}")
-    if batch_invariant:
-        return Support(False, "calls that may differ from those of more tokens")
-    support = few_tokens_support(len(q), (q,), (sink,))
-    return support and Support(True, automatic=q.shape[1] <= _FEW_HEADS)
 
 
 def gluon_attention_support(
