@@ -19,7 +19,7 @@ for each in vars(caching).values():
     if isinstance(each, type) and hasattr(each, "ensure_cache_path"):
         each.ensure_cache_path = refuse
 import torch
-from anymla.ops._numba_rows import CACHE
+from anymla.ops._numba_cache import CACHE
 from anymla.ops.linear import mxfp4_linear
 
 with torch.inference_mode():
