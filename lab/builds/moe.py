@@ -86,7 +86,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
                     yield _label(shape, formats), functools.partial(_experts, shape, formats)
         # Every block size, with all experts on one device.
         for shape in (sized(tokens) for sized in (flash, pro) for tokens in (1024, 2048, 4096)):
-            call = functools.partial(_experts, shape, _V4, "gluon_sm90_w4a8")
+            call = functools.partial(_experts, shape, _V4, "gluon_sm90")
             yield _label(shape, _V4) + ", W4A8", call
         yield from _experts_calls(None)
         yield from _v41_calls(None)

@@ -159,9 +159,8 @@ def _w4a8(block_m: int, x: Tensor, ids: Tensor, weights: Tensor, **given: Any) -
         assert config is not None
         launch.grouped_gemm(inputs, results, config)
 
-    out: Tensor = launch.run_experts(
-        multiply, x, ids, weights, tensors, expert_offset=0, shared=None, **given
-    )
+    run = importlib.import_module("anymla.ops.moe.triton_launch").run_experts
+    out: Tensor = run(multiply, x, ids, weights, tensors, expert_offset=0, shared=None, **given)
     return out
 
 

@@ -45,7 +45,7 @@ def no_device(monkeypatch):
         ),
         (
             "attention --backend foo",
-            "--backend foo: there are gluon_sm90, triton, numba, torch, reference",
+            "--backend foo: there are gluon_sm90, triton, torch, reference",
         ),
         ("prefill --backend foo", "--backend foo: there are gluon_sm90, triton, torch, reference"),
         ("indexer --backend torch", "--backend torch: there are triton, gluon_sm90"),

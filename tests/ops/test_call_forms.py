@@ -20,7 +20,7 @@ BACKENDS = [None, "reference", "torch", *(["triton"] if INTERPRETED and has_trit
 
 def _of_cpu_tensors(operation):
     """The backend that the sample call takes; numba mostly leaves activations in float32."""
-    taken = operation.name in ("fp8_block_linear", "mxfp4_linear", "save_partial_states")
+    taken = operation.name in ("fp8_block_linear", "mxfp4_linear")
     return "numba" if has_numba() and taken else "torch"
 
 

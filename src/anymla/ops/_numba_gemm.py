@@ -23,7 +23,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from anymla.ops._gemm import EXACT_BYTES
-from anymla.ops._numba_rows import CACHE
+from anymla.ops._numba_cache import CACHE
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _POINTER = ir.FloatType(), ir.PointerType()

@@ -59,9 +59,9 @@ __all__ = [
 ]
 
 # Backends from best to worst; one that is not listed here only runs if it is named.
-_PRIORITY = ("gluon_sm90_w4a8", "gluon_sm90", "vendor", "triton", "numba", "torch", "reference")
+_PRIORITY = ("gluon_sm90", "vendor", "triton", "numba", "torch", "reference")
 # Accelerator kernels, which run on CPU tensors (interpreted) only if they are named.
-_ACCELERATED = ("gluon_sm90_w4a8", "gluon_sm90", "vendor", "triton")
+_ACCELERATED = ("gluon_sm90", "vendor", "triton")
 # Kinds of call know addresses modulo this many bytes: the widest load, and TMA's alignment.
 _ALIGNMENT = 16
 _LISTS = (list, tuple)

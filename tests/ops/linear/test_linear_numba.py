@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 
 from anymla.formats.fp8_block import dequantize_fp8_weight, quantize_fp8_weight
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from anymla.ops._few_tokens import FEW_ELEMENTS, FEW_TOKENS
 from anymla.ops.device import numba_problem
-from anymla.ops.linear import (
-    fp8_block_linear,
-    grouped_output_projection,
-    linear,
-    linear_float32,
-    mxfp4_linear,
-)
+from anymla.ops.linear import fp8_block_linear, mxfp4_linear
 from anymla.ops.linear.config import MAX_NUMBA_TOKENS
 from anymla.ops.registry import BackendUnavailable
 from anymla.testing.tolerance import accumulation, assert_close, ulps
@@ -176,64 +169,3 @@ def test_it_is_chosen_for_few_tokens():
     assert run.explain(torch.randn(MAX_NUMBA_TOKENS + 1, 128), *stored)[0] == "torch"
     assert run.resolve(torch.randn(1, 128), *stored).name == "numba"
     assert run.resolve(torch.randn(MAX_NUMBA_TOKENS + 1, 128), *stored).name == "torch"
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (3,), (2, 2)])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 33), (130, 256)])
-def test_plain_weights(shape, rows, columns):
-    """In bfloat16, rounded once, and in float32 of either weight; a token's result is its own."""
-    x, weight = torch.randn(*shape, columns).bfloat16(), torch.randn(rows, columns)
-    for run, stored, rounding in (
-        (linear, weight.bfloat16(), ulps(torch.bfloat16, 0.5)),
-        (linear_float32, weight.bfloat16(), 0.0),
-        (linear_float32, weight, 0.0),
-    ):
-        out = run(x, stored, backend="numba")
-        want, scale = (
-            torch.einsum("...k,nk->...n", *pair)
-            for pair in ((x.double(), stored.double()), (x.double().abs(), stored.double().abs()))
-        )
-        error = accumulation(columns, torch.float32)
-        assert_close(out, want, atol=error, rtol=rounding, scale=scale)
-        assert out.dtype == (torch.bfloat16 if run is linear else torch.float32)
-        first = run(x[:1], stored, backend="numba")
-        assert torch.equal(first, out[:1])
-        wide = torch.randn(*shape, columns + 8).bfloat16()
-        part = wide[..., 8:]
-        assert torch.equal(
-            run(part, stored, backend="numba"), run(part.contiguous(), stored, backend="numba")
-        )
-
-
-@pytest.mark.parametrize("tokens", range(1, FEW_TOKENS + 1))
-def test_heads_by_groups(tokens):
-    o, wo_a = torch.randn(tokens, 6, 96).bfloat16(), torch.randn(3, 20, 192).bfloat16()
-    angles = torch.rand(50, 16)
-    table = torch.cat((angles.cos(), angles.sin()), 1)
-    positions = torch.tensor([3, 0, 49, 2**40])[:tokens]
-    given = o, positions, table, wo_a
-    out = grouped_output_projection(*given, backend="numba")
-    exact = grouped_output_projection(
-        o.double(), positions, table.double(), wo_a.double(), backend="reference"
-    )
-    size = torch.einsum(
-        "tgj,grj->tgr", o.double().abs().view(tokens, 3, 192) + 1, wo_a.double().abs()
-    )
-    error = accumulation(192, torch.float32) + ulps(torch.bfloat16, 0.5)
-    assert_close(
-        out, exact, atol=error, rtol=ulps(torch.bfloat16, 0.5), scale=1.5 * size.flatten(1)
-    )
-    assert torch.equal(grouped_output_projection(*given, backend="torch").isnan(), out.isnan())
-
-
-def test_plain_weights_that_are_taken():
-    x = torch.randn(FEW_TOKENS + 1, 64).bfloat16()
-    weight = torch.randn(8, 64).bfloat16()
-    assert linear.resolve(x[:1], weight).name == "numba"
-    assert linear.resolve(x, weight).name == "torch"
-    with pytest.raises(BackendUnavailable, match="tokens"):
-        linear(x, weight, backend="numba")
-    with pytest.raises(BackendUnavailable, match="bfloat16"):
-        linear(x[:1].float(), weight.float(), backend="numba")
-    large = torch.empty(FEW_ELEMENTS // 64 + 1, 64, dtype=torch.bfloat16)
-    assert linear.resolve(x[:1], large).name == "torch"

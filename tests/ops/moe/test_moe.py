@@ -29,7 +29,12 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _check, registry
 from anymla.ops.device import TARGETS, XPU, has_triton, numba_problem
 from anymla.ops.moe import config, experts, route_biased, route_hash, swiglu, torch_experts
-from anymla.ops.moe.config import choose_config, choose_sm90_config, choose_w4a8_config
+from anymla.ops.moe.config import (
+    choose_config,
+    choose_sm90_config,
+    choose_w4a8_config,
+    takes_w4a8,
+)
 from anymla.ops.moe.inputs import ExpertTensors, expected_alignment
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape, flash, pro
 from anymla.ops.registry import Support
@@ -848,7 +853,9 @@ def test_a_device_runs_swap_ab_experts(weight_format: str, tokens: int, quantize
 @pytest.mark.gpu
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(("tokens", "block_m"), [(1, 8), (8, 8), (20, 16), (60, 32)])
-def test_a_hopper_runs_its_grouped_gemm(tokens: int, block_m: int, strided: bool) -> None:
+def test_a_hopper_runs_its_grouped_gemm(
+    tokens: int, block_m: int, strided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = a_device()
     bank, (ids, weights) = Bank("mxfp4", 9, d=1024, inner=1024), routing(tokens, 3, 9)
     ids[0, 1] = -1
@@ -865,9 +872,13 @@ def test_a_hopper_runs_its_grouped_gemm(tokens: int, block_m: int, strided: bool
     moved = x.to(device), ids.to(device), weights.to(device)
     picked, answers = experts.explain(*moved, **given)
     backend = "gluon_sm90" if answers["gluon_sm90"] else None
-    if backend:  # left to itself it is W4A8's turn from 11 pairs an expert on, if TMA can step
+    if backend:
+        assert picked == backend
+        projections = [given[name] for name in ("w1", "w3", "w2", "s1", "s3", "s2")]
         many = tokens == 60 and strided
-        assert picked == ("gluon_sm90_w4a8" if many else backend), answers["gluon_sm90_w4a8"]
+        assert takes_w4a8(ExpertsShape(tokens, 3, 9, 1024, 1024), 128, projections) == many
+    # Persistent CTAs, also with 20 pairs an expert at even distances, which W4A8 would take.
+    monkeypatch.setattr(config, "_W4A8_PAIRS_AN_EXPERT", float("inf"))
     got, again = (experts(*moved, **given, backend=backend) for _ in range(2))
     assert_identical(got, again)
     assert_close(got.cpu(), want, atol=ulps(torch.bfloat16, 4))
@@ -877,7 +888,9 @@ def test_a_hopper_runs_its_grouped_gemm(tokens: int, block_m: int, strided: bool
 @pytest.mark.parametrize("offset", [0, 2])
 @pytest.mark.parametrize("windows", [1, 4])
 @pytest.mark.parametrize(("tokens", "block_m"), [(1, 32), (70, 32), (130, 64), (900, 128)])
-def test_a_hopper_runs_w4a8(tokens: int, block_m: int, windows: int, offset: int) -> None:
+def test_a_hopper_runs_w4a8(
+    tokens: int, block_m: int, windows: int, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, count = a_device(), 9
     bank, (ids, weights) = Bank("mxfp4", count, d=1024, inner=512), routing(tokens, 3, count)
     ids[0, 1] = -1
@@ -896,10 +909,15 @@ def test_a_hopper_runs_w4a8(tokens: int, block_m: int, windows: int, offset: int
     stacks = {name: torch.stack(v) for name, v in given.items() if isinstance(v, list)}
     given |= {name: list(stack) for name, stack in stacks.items()}
     moved = x.to(device), ids.to(device), weights.to(device)
-    support = experts.explain(*moved, **given)[1]["gluon_sm90_w4a8"]
+    # Few pairs an expert as well, which persistent CTAs would take.
+    monkeypatch.setattr(config, "_W4A8_PAIRS_AN_EXPERT", 0)
+    support = experts.explain(*moved, **given)[1]["gluon_sm90"]
     if not support:
         pytest.skip(support.reason)
-    got, again = (experts(*moved, **given, backend="gluon_sm90_w4a8") for _ in range(2))
+    shape = ExpertsShape(tokens, 3, count, 1024, 512)
+    projections = [given[name] for name in ("w1", "w3", "w2", "s1", "s3", "s2")]
+    assert takes_w4a8(shape, 128, projections)
+    got, again = (experts(*moved, **given, backend="gluon_sm90") for _ in range(2))
     assert_identical(got, again)
     # Sums of 128 channels keep 13 bits, so a value of w2's input moves by 2^-11 of itself, and by
     # four times that where terms cancel. Neighbours in e4m3 are 2^-4 apart or more: up to one in 32
@@ -909,7 +927,7 @@ def test_a_hopper_runs_w4a8(tokens: int, block_m: int, windows: int, offset: int
     assert (got.cpu().float() - want.float()).square().mean().sqrt() <= noise
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = experts(*moved, **given, backend="gluon_sm90_w4a8")
+        recorded = experts(*moved, **given, backend="gluon_sm90")
     graph.replay()
     assert_identical(recorded, got)
 

@@ -1,5 +1,8 @@
 """Hopper's W4A8 GEMMs on the host: the kernel's own text, see ``crossrun.hopper``."""
 
+import importlib
+import itertools
+
 import pytest
 import torch
 
@@ -10,8 +13,9 @@ from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.ops.moe import config, experts
 from anymla.ops.moe.gluon_sm90_w4a8_gemm import WINDOW, w4a8_gemm_kernel
 from anymla.ops.moe.inputs import ExpertTensors
+from anymla.ops.moe.shapes import ExpertsShape
 from anymla.ops.moe.triton_sort_quantize import align_closely, quantize_pairs
-from anymla.ops.registry import Support
+from anymla.ops.registry import BackendUnavailable, Support
 from anymla.testing.tolerance import assert_close, assert_identical, ulps
 from crossrun.hopper import Descriptor, run
 
@@ -209,31 +213,128 @@ def test_no_pairs():
     assert out.isnan().all()
 
 
-def test_what_the_backend_runs_and_where_it_is_chosen(monkeypatch):
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Let support functions answer as on Hopper, whatever the tensors' device."""
     for name, answer in (("triton_support", Support(True)), ("runs_gluon", True)):
         monkeypatch.setattr(config, name, lambda *_, answer=answer: answer)
-    size, count = 1024, 4
-    codes = torch.zeros(3, count, size, size // 2, dtype=torch.uint8)
-    scales = torch.zeros(3, count, size, size // 32, dtype=torch.uint8)
 
-    def supports(dtype=torch.bfloat16, matrices=codes, width=size, tokens=500, **options):
-        x = torch.zeros(tokens, width, dtype=dtype)
-        given = x, torch.zeros(tokens, 2).int(), torch.zeros(tokens, 2)
-        how = {"weight_format": "mxfp4", "swiglu_limit": LIMIT, "quantize_activations": True}
-        return config.w4a8_support(*given, *matrices, *scales, **(how | options))
 
-    assert supports().automatic
-    # 11 pairs an expert, which blocks of 16 take.
-    assert supports(tokens=23).automatic
-    assert not supports(tokens=22).automatic
-    assert supports(matrices=[list(each) for each in codes])
-    assert "bfloat16" in supports(torch.float16).reason
-    assert "mxfp4" in supports(weight_format="fp8").reason
-    assert "quantised" in supports(quantize_activations=False).reason
-    assert "512" in supports(width=size + 128).reason
-    apart = [codes[0, 0], codes[0, 1], codes[0, 3]]
-    assert "even" in supports(matrices=[apart] * 3).reason
-    assert "gluon_sm90_w4a8" in [each.name for each in experts._automatic]
+def calls(width, inner, count, tokens, *, even=True):
+    """Arguments on "meta" of a call with two experts a token, and its sizes.
+
+    Experts that do not lie evenly are rows of a wider tensor, which kernels get as copies.
+    """
+
+    def stack(rows, columns):
+        if even:
+            return torch.empty(count, rows, columns, dtype=torch.uint8, device="meta")
+        shape = count, rows, columns + 16
+        return torch.empty(shape, dtype=torch.uint8, device="meta")[..., :columns]
+
+    sizes = (inner, width), (inner, width), (width, inner)
+    tensors = [stack(n, k // part) for part in (2, 32) for n, k in sizes]
+    x = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(tokens, 2, dtype=torch.int32, device="meta")
+    given = x, ids, torch.empty(tokens, 2, device="meta"), *tensors
+    return given, ExpertsShape(tokens, 2, count, inner, width)
+
+
+HOW = {"weight_format": "mxfp4", "swiglu_limit": LIMIT, "quantize_activations": True}
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_w4a8_runs():
+    def supports(count=4, tokens=500, width=1024, even=True, **options):
+        given, shape = calls(width, 1024, count, tokens, even=even)
+        w4a8 = config.takes_w4a8(shape, options.get("quant_block", 128), given[3:])
+        return config.gluon_support(*given, **(HOW | options)), w4a8
+
+    assert supports() == (Support(True), True)
+    # 11 pairs an expert, which persistent CTAs take.
+    assert supports(tokens=23) == (Support(True), True)
+    assert supports(tokens=22) == (Support(True), False)
+    # 12 to 26 pairs an expert that TMA cannot step through, which persistent CTAs take.
+    assert supports(tokens=23, even=False) == (Support(True), False)
+    assert supports(quant_block=32, tokens=23) == (Support(True), False)
+    for refused, reason in (
+        ({"even": False}, "even"),
+        ({"width": 1024 + 128}, "512"),
+        ({"quant_block": 32}, "few"),
+        ({"weight_format": "fp8"}, "mxfp4"),
+        ({"quantize_activations": False}, "quantised"),
+    ):
+        answer, _ = supports(**refused)
+        assert not answer
+        assert reason in answer.reason
+    given, _ = calls(1024, 1024, 4, 500)
+    answer = config.gluon_support(given[0].half(), *given[1:], **HOW)
+    assert "bfloat16" in answer.reason
+    stacks = [list(each) for each in given[3:]]
+    assert config.gluon_support(*given[:3], *stacks, **HOW)
+    apart = [[*each[:2], *each[3:]] for each in stacks]
+    answer = config.gluon_support(*given[:3], *apart, **HOW)
+    assert "even" in answer.reason
+
+
+def chosen_by_two_backends(shape, quant_block, even):
+    """The kernel as two backends chose it, W4A8's first; None where Triton's took the call."""
+    w4a8 = quant_block == 128 and config.choose_w4a8_config(shape) is not None and even
+    if w4a8 and shape.pairs > 11 * shape.experts:
+        return "w4a8"
+    whole = not (shape.inner % 128 or shape.d % 128)
+    if whole and config.choose_sm90_config(shape, quant_block) is not None:
+        return "persistent"
+    return None
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("quant_block", [128, 32])
+def test_one_backend_chooses_as_two_did(quant_block, even):
+    found = set()
+    for width, inner, count, tokens in itertools.product(
+        (448, 896, 1024, 4096, 5120, 7168),
+        (256, 320, 512, 1920, 2048, 2304, 3072),
+        (1, 9, 32, 48, 256, 384),
+        (1, 5, 6, 50, 100, 176, 177, 256, 264, 265, 528, 1408, 1409, 3328, 4992, 4993, 40000),
+    ):
+        given, shape = calls(width, inner, count, tokens, even=even)
+        answer = config.gluon_support(*given, **HOW, quant_block=quant_block)
+        assert not answer or answer.automatic
+        chosen = None
+        if answer:
+            w4a8 = config.takes_w4a8(shape, quant_block, given[3:])
+            chosen = "w4a8" if w4a8 else "persistent"
+        assert chosen == chosen_by_two_backends(shape, quant_block, even), shape
+        found.add(chosen)
+    kinds = {None, "persistent", "w4a8"} if even and quant_block == 128 else {None, "persistent"}
+    assert found == kinds
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_the_launch_runs_the_kernel_that_was_chosen(many, monkeypatch):
+    launch = importlib.import_module("anymla.ops.moe.gluon_sm90_launch")
+    ran = []
+    for module, name in ((launch, "_multiply"), (launch.gluon_sm90_w4a8_launch, "multiply")):
+        kernel = "w4a8" if name == "multiply" else "persistent"
+        monkeypatch.setattr(module, name, lambda *_, kernel=kernel: ran.append(kernel))
+    monkeypatch.setattr(launch, "run_experts", lambda multiply, *_, **__: multiply(None, None))
+    given, _ = calls(512, 512, 2, 12 if many else 11)
+    launch.experts(*given, **HOW)
+    assert ran == ["w4a8" if many else "persistent"]
+
+
+def test_w4a8_is_no_backend_of_its_own():
+    with pytest.raises(
+        BackendUnavailable, match="no backend 'gluon_sm90_w4a8'; there are: gluon_sm90"
+    ):
+        experts(
+            torch.zeros(1, 32), torch.zeros(1, 1).int(), torch.zeros(1, 1),
+            *([torch.zeros(32, 32)] for _ in range(3)), [], [], [],
+            weight_format="plain", swiglu_limit=LIMIT, quantize_activations=False,
+            backend="gluon_sm90_w4a8",
+        )  # fmt: skip
 
 
 def test_experts_that_lie_anywhere_are_copied():

@@ -16,7 +16,6 @@ from anymla.formats.records import (
     SplitFp8Layout,
 )
 from anymla.ops._epilogue import InverseRopeQuant
-from anymla.ops._few_tokens import few_tokens_support
 from anymla.ops.attention.cache_rows import CacheRows
 from anymla.ops.attention.decode_config import SWAP_AB_HEADS
 from anymla.ops.device import Support, target_of, triton_support
@@ -30,8 +29,6 @@ _LARGEST_PAGE = 1 << 30
 # Queries that float16 rounds to a multiple of 2^-24 must not matter either.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-60, 0.25
 _LARGEST_ROWS_SCALE = 2.0**30
-# Heads up to which a CPU's core multiplies in float32 sooner than it sets up products in bfloat16.
-_FEW_HEADS = 16
 # A CTA of the prefill kernel goes through a token's whole list. With few tokens many CTAs had
 # better share it.
 _MANY_TOKENS, _SHORT_LIST = 32, 1024
@@ -64,28 +61,6 @@ def triton_rows_support(q: Tensor, kv: Tensor, *args: Any, **keywords: Any) -> S
     if q.shape[2] > LARGEST_CHANNELS:
         return Support(False, f"at most {LARGEST_CHANNELS} channels, got {q.shape[2]}")
     return support
-
-
-def numba_attention_support(
-    q: Tensor,
-    rows: Sequence[CacheRows],
-    *,
-    sink: Tensor | None = None,
-    batch_invariant: bool = False,
-    epilogue: InverseRopeQuant | None = None,
-    **keywords: Any,
-) -> Support:
-    """Return support of a ``sparse_attention`` call by numba's kernel of few tokens, on a CPU."""
-    for each in rows:
-        layout = get_layout(each.layout)
-        if not isinstance(layout, SplitFp8Layout) or layout.interleaved:
-            return Support(False, f"e4m3 values in a plane of their own, got {each.layout}")
-    if batch_invariant:
-        return Support(False, "calls that may differ from those of more tokens")
-    if epilogue is not None:
-        return Support(False, "heads without an epilogue")
-    support = few_tokens_support(len(q), (q,), (sink,))
-    return support and Support(True, automatic=q.shape[1] <= _FEW_HEADS)
 
 
 def gluon_attention_support(

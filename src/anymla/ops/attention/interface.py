@@ -16,12 +16,11 @@ from anymla.ops.attention.decode_config import choose_schedule
 from anymla.ops.attention.decode_support import (
     gluon_attention_support,
     gluon_rows_support,
-    numba_attention_support,
     triton_attention_support,
     triton_rows_support,
 )
 from anymla.ops.attention.prefill_config import gluon_prefill_support
-from anymla.ops.device import has_numba, runs_gluon, target_of
+from anymla.ops.device import runs_gluon, target_of
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
@@ -345,13 +344,6 @@ for _operation in (sparse_attention, sparse_attention_rows):
     _operation.register_lazy("torch", f"{_FAMILY}.torch_device")
 sparse_attention.register_lazy("gluon_sm90", _GLUON, supports=gluon_attention_support)
 sparse_attention.register_lazy("triton", _TRITON, supports=triton_attention_support)
-sparse_attention.register_lazy(
-    "numba",
-    f"{_FAMILY}.numba_decode",
-    supports=numba_attention_support,
-    automatic=has_numba(),
-    by_kind=True,
-)
 sparse_attention_rows.register_lazy("triton", _TRITON, supports=triton_rows_support)
 sparse_attention_rows.register_lazy("gluon_sm90", _GLUON_PREFILL, supports=gluon_rows_support)
 

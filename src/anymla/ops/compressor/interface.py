@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from anymla.ops._pages import check_cache
-from anymla.ops.compressor.support import norm_support, numba_partial_states_support
-from anymla.ops.device import float32_support, has_numba
+from anymla.ops.compressor.support import norm_support
+from anymla.ops.device import float32_support
 from anymla.ops.registry import (
     FLOAT32_UP,
     FLOATS,
@@ -234,10 +234,3 @@ for _operation, _kernel in (
 ):
     _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=float32_support)
 compress_norm.register_lazy("triton", f"{_FAMILY}.triton_norm", supports=norm_support)
-save_partial_states.register_lazy(
-    "numba",
-    f"{_FAMILY}.numba_partial_states",
-    supports=numba_partial_states_support,
-    automatic=has_numba(),
-    by_kind=True,
-)

@@ -6,22 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anymla.ops._few_tokens import few_tokens_support
 from anymla.ops.device import Support, float32_support
-
-
-def numba_partial_states_support(
-    kv: Tensor,
-    score: Tensor,
-    ape: Tensor,
-    positions: Tensor,
-    state_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    compress_ratio: int,
-) -> Support:
-    """Return support of numba's ``save_partial_states``: few tokens on a CPU."""
-    return few_tokens_support(len(slot_mapping), (), (kv, score, ape, state_cache))
 
 
 def norm_support(

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._quantized import check_codes
-from anymla.ops.device import float32_support, has_numba
-from anymla.ops.hyper_connection.support import (
-    numba_both_support,
-    numba_post_support,
-    numba_site_support,
-)
+from anymla.ops.device import float32_support
 from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require, wide_dtype
 
 
@@ -356,19 +351,6 @@ _FAMILY = "anymla.ops.hyper_connection"
 for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm, hc_gates, hc_collapse_norm):
     _operation.register_lazy("reference", f"{_FAMILY}.reference")
     _operation.register_lazy("torch", f"{_FAMILY}.torch_streams")
-for _operation, _supports in (
-    (hc_pre, numba_site_support),
-    (hc_head, numba_site_support),
-    (hc_post, numba_post_support),
-    (hc_post_pre_norm, numba_both_support),
-):
-    _operation.register_lazy(
-        "numba",
-        f"{_FAMILY}.numba_streams",
-        supports=_supports,
-        automatic=has_numba(),
-        by_kind=True,
-    )
 _TRITON = f"{_FAMILY}.triton_"
 for _operation in (hc_pre, hc_head, hc_post_pre_norm):
     _operation.register_lazy("triton", f"{_TRITON}launch", supports=float32_support)

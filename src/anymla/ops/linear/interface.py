@@ -14,8 +14,6 @@ from anymla.ops.linear.support import (
     gluon_bf16_support,
     gluon_grouped_support,
     gluon_support,
-    numba_grouped_support,
-    numba_plain_support,
     numba_support,
     triton_grouped_support,
     triton_inverse_rope_support,
@@ -420,19 +418,6 @@ for _operation in (fp8_block_linear, mxfp4_linear):
         "numba",
         _NUMBA,
         supports=in_blocks_of_128(numba_support),
-        automatic=has_numba(),
-        by_kind=True,
-    )
-
-for _operation, _few_tokens in (
-    (linear, numba_plain_support),
-    (linear_float32, numba_plain_support),
-    (grouped_output_projection, numba_grouped_support),
-):
-    _operation.register_lazy(
-        "numba",
-        f"{_FAMILY}.numba_gemv",
-        supports=_few_tokens,
         automatic=has_numba(),
         by_kind=True,
     )

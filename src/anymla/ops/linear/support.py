@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._few_tokens import FEW_ELEMENTS, few_tokens_support
 from anymla.ops.device import (
     Support,
     float32_support,
@@ -169,22 +168,6 @@ def numba_support(x: Tensor, weight: Tensor, scale: Tensor, **_: object) -> Supp
         return Support(False, f"K a multiple of {NUMBA_CHANNEL_STEP}, got {width}")
     tokens = x.numel() // max(1, width)
     return Support(True, automatic=tokens <= MAX_NUMBA_TOKENS)
-
-
-def numba_plain_support(x: Tensor, weight: Tensor) -> Support:
-    """Return support of numba's products with plain weights, on a CPU."""
-    wide = weight.dtype == torch.float32
-    tokens = x.numel() // max(1, x.shape[-1])
-    support = few_tokens_support(tokens, (x, None if wide else weight), (weight,) if wide else ())
-    return support and Support(True, automatic=weight.numel() <= FEW_ELEMENTS)
-
-
-def numba_grouped_support(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor
-) -> Support:
-    """Return support of numba's ``grouped_output_projection``, on a CPU."""
-    support = few_tokens_support(len(o), (o, wo_a), (cos_sin_cache,))
-    return support and Support(True, automatic=wo_a.numel() <= FEW_ELEMENTS)
 
 
 def vendor_grouped_support(

@@ -3,10 +3,10 @@
 The experts are two grouped GEMMs, one of w1 and w3 together and one of w2. Their rows are (token,
 expert) pairs, grouped by expert in blocks of ``block_m``:
 
-- "gluon_sm90" (``choose_sm90_config``): MXFP4 weights, quantised activations, few pairs an expert;
-  persistent CTAs load weights without a pause between work tiles.
-- "gluon_sm90_w4a8" (``choose_w4a8_config``): the same with more pairs an expert; decoded and scaled
-  weights are operands of the FP8 instruction.
+- "gluon_sm90": MXFP4 weights and quantised activations. ``takes_w4a8`` chooses between its kernels.
+  With few pairs an expert (``choose_sm90_config``), persistent CTAs load weights without a pause
+  between work tiles. With more (``choose_w4a8_config``), decoded and scaled weights are operands of
+  the FP8 instruction.
 - "triton" (``choose_config``): all other formats and sizes. With ``swap_ab``, the weight's rows are
   rows of the matrix instruction, and weights go from memory into registers without masks.
 
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
-from anymla.ops._few_tokens import FEW_ELEMENTS, few_tokens_support
 from anymla.ops._gemm_config import (
     choose_tile,
     operand_dtype,
@@ -202,6 +202,23 @@ def choose_w4a8_config(shape: ExpertsShape, block_m: int = 0) -> W4A8Config | No
     return W4A8Config(block_m, *stages, *_W4A8_REGISTERS[block_m]) if min(stages) >= 3 else None
 
 
+def takes_w4a8(
+    shape: ExpertsShape, quant_block: int, projections: Sequence[list[Tensor] | Tensor]
+) -> bool:
+    """Return True if ``gluon_sm90`` runs a call by W4A8, False if by persistent CTAs.
+
+    Args:
+        shape: sizes of the call.
+        quant_block: number of channels that share an activation's scale; W4A8 takes 128.
+        projections: tensors of w1, w3, w2, s1, s3 and s2. TMA steps from expert to expert, so they
+            must lie at even distances, at multiples of 16 bytes.
+    """
+    many = shape.pairs > _W4A8_PAIRS_AN_EXPERT * shape.experts
+    if not many or quant_block != FP8_BLOCK or choose_w4a8_config(shape) is None:
+        return False
+    return all(lie_evenly(*expected_addresses(each), each[0].shape[-1]) for each in projections)
+
+
 # --- experts on a CPU ----------------------------------------------------------------------------
 
 # Pairs an expert, on average, up to which weights are decoded in registers instead of in memory,
@@ -232,72 +249,14 @@ def numba_support(
         return Support(False, f"CPU tensors, got {x.device.type}")
     if x.dtype == torch.float64:
         return Support(False, "computes in float32, but x is float64")
-    if weight_format == "nvfp4":
-        return Support(False, "experts with scales of powers of two or in float32, got nvfp4")
+    if weight_format not in ("fp8", "mxfp4"):
+        return Support(False, f"experts of fp8 or mxfp4 weights, got {weight_format}")
     if not len(w1):
         return Support(False, "at least one expert")
-    if weight_format == "plain":
-        support = few_tokens_support(len(x), (x, w1[0], w3[0], w2[0]), (weights,))
-        return support and Support(True, automatic=w1[0].numel() <= FEW_ELEMENTS)
     sizes = w1[0].shape[0], x.shape[1]
     if any(size % NUMBA_CHANNEL_STEP for size in sizes):
         return Support(False, f"sizes of whole {NUMBA_CHANNEL_STEP} channels, got {sizes}")
     return Support(True, automatic=ids.numel() <= _NUMBA_PAIRS_AN_EXPERT * len(w1))
-
-
-def numba_hash_support(
-    x: Tensor, gate: Tensor, token_ids: Tensor, tid2eid: Tensor, *, scale: float
-) -> Support:
-    """Return support of numba's ``route_hash``: few tokens on a CPU."""
-    return few_tokens_support(len(x), (x,), (gate,))
-
-
-def numba_router_support(
-    x: Tensor,
-    gate: Tensor,
-    bias: Tensor,
-    *,
-    k: int,
-    scale: float,
-    is_valid: Tensor | None = None,
-) -> Support:
-    """Return support of numba's ``route_biased``: few tokens on a CPU."""
-    support = few_tokens_support(len(x), (x,), (gate, bias))
-    return support and Support(True, automatic=gate.numel() <= FEW_ELEMENTS)
-
-
-def numba_swiglu_support(
-    gate: Tensor,
-    up: Tensor,
-    limit: float,
-    *,
-    codes: Tensor | None = None,
-    code_scales: Tensor | None = None,
-) -> Support:
-    """Return support of numba's ``swiglu``: few tokens on a CPU."""
-    if codes is not None:
-        return Support(False, "rows that are not quantised as well")
-    return few_tokens_support(gate.numel() // max(1, gate.shape[-1]), (gate, up))
-
-
-def _hopper_support(
-    x: Tensor,
-    ids: Tensor,
-    w1: list[Tensor] | Tensor,
-    weight_format: str,
-    quantize_activations: bool,
-) -> Support:
-    """Return support by the conditions that both of Hopper's grouped GEMMs share."""
-    support = triton_support(x)
-    if not support:
-        return support
-    if not runs_gluon(x.device):
-        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
-    if weight_format != "mxfp4" or not quantize_activations or x.dtype is not torch.bfloat16:
-        return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
-    if not len(w1) or not ids.numel():
-        return Support(False, "at least one expert and one pair")
-    return support
 
 
 def gluon_support(
@@ -319,51 +278,31 @@ def gluon_support(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Support:
-    """Return support of ``gluon_sm90``'s ``experts``: MXFP4, few pairs an expert."""
-    support = _hopper_support(x, ids, w1, weight_format, quantize_activations)
+    """Return support of ``gluon_sm90``'s ``experts``: MXFP4 and quantised activations."""
+    support = triton_support(x)
     if not support:
         return support
+    if not runs_gluon(x.device):
+        return Support(False, "instructions of sm_90, and triton 3.6 or newer")
+    if weight_format != "mxfp4" or not quantize_activations or x.dtype is not torch.bfloat16:
+        return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
+    if not len(w1) or not ids.numel():
+        return Support(False, "at least one expert and one pair")
     (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
     if inner % 128 or d % 128:
         return Support(False, f"whole blocks of 128 channels, got {(inner, d)}")
-    if choose_sm90_config(ExpertsShape(tokens, k, len(w1), inner, d), quant_block) is None:
-        return Support(False, f"few pairs of experts that fit shared memory, got {ids.numel()}")
+    shape = ExpertsShape(tokens, k, len(w1), inner, d)
+    if takes_w4a8(shape, quant_block, (w1, w3, w2, s1, s3, s2)):
+        return Support(True)
+    if choose_sm90_config(shape, quant_block) is None:
+        wanted = "few pairs of experts that fit shared memory"
+        if quant_block == FP8_BLOCK:
+            wanted += ", or many of whole 512 channels at even distances"
+        return Support(False, f"{wanted}, got {ids.numel()} pairs of {(inner, d)}")
     matrices, scales = (w1, w3, w2), (s1, s3, s2)
     if min(map(expected_alignment, matrices)) < 16 or min(map(expected_alignment, scales)) < 4:
         return Support(False, "matrices at multiples of 16 bytes, scales at multiples of 4")
     return Support(True)
-
-
-def w4a8_support(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w1: list[Tensor] | Tensor,
-    w3: list[Tensor] | Tensor,
-    w2: list[Tensor] | Tensor,
-    s1: list[Tensor] | Tensor,
-    s3: list[Tensor] | Tensor,
-    s2: list[Tensor] | Tensor,
-    *,
-    weight_format: str,
-    swiglu_limit: float,
-    quantize_activations: bool,
-    expert_offset: int = 0,
-    shared: Tensor | None = None,
-    global_scales: Tensor | None = None,
-) -> Support:
-    """Return support of ``gluon_sm90_w4a8``'s ``experts``: MXFP4, many pairs an expert."""
-    support = _hopper_support(x, ids, w1, weight_format, quantize_activations)
-    if not support:
-        return support
-    (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
-    shape = ExpertsShape(tokens, k, len(w1), inner, d)
-    if choose_w4a8_config(shape) is None:
-        return Support(False, f"whole multiples of 512 channels, got {(inner, d)}")
-    for each in (w1, w3, w2, s1, s3, s2):
-        if not lie_evenly(*expected_addresses(each), each[0].shape[-1]):
-            return Support(False, "experts at even distances, at multiples of 16 bytes")
-    return Support(True, automatic=shape.pairs > _W4A8_PAIRS_AN_EXPERT * shape.experts)
 
 
 # --- experts by Triton ---------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Launch of the routed experts on Hopper: ``gluon_sm90_grouped_gemm`` for (w1, w3) and w2."""
+"""Launch of the routed experts on Hopper: a grouped GEMM of (w1, w3) and one of w2.
+
+``takes_w4a8`` chooses persistent CTAs (``gluon_sm90_grouped_gemm``, launched here) or W4A8
+(``gluon_sm90_w4a8_launch``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.device import target_of
-from anymla.ops.moe.config import Sm90Config, choose_sm90_config
+from anymla.ops.moe import gluon_sm90_w4a8_launch
+from anymla.ops.moe.config import Sm90Config, choose_sm90_config, takes_w4a8
 from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
 from anymla.ops.moe.shapes import ExpertsShape
@@ -40,11 +45,15 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """Backend of ``interface.experts`` by persistent grouped GEMMs; see its contract."""
+    """Backend of ``interface.experts`` by Hopper's grouped GEMMs; see its contract."""
+    (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
+    shape = ExpertsShape(tokens, k, len(w1), inner, d)
+    w4a8 = takes_w4a8(shape, quant_block, (w1, w3, w2, s1, s3, s2))
     matrices = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2)]
-    scales = [ExpertTensors(each, alignment=4) for each in (s1, s3, s2)]
+    scales = [ExpertTensors(each, alignment=16 if w4a8 else 4) for each in (s1, s3, s2)]
+    multiply = gluon_sm90_w4a8_launch.multiply if w4a8 else _multiply
     return run_experts(
-        _multiply, x, ids, weights, matrices + scales, weight_format=weight_format,
+        multiply, x, ids, weights, matrices + scales, weight_format=weight_format,
         swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
         expert_offset=expert_offset, shared=shared, quant_block=quant_block,
     )  # fmt: skip

@@ -25,7 +25,6 @@ from anymla.ops.moe.gluon_sm90_w4a8_gemm import w4a8_gemm_kernel
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
 from anymla.ops.moe.shapes import ExpertsShape
 from anymla.ops.moe.triton_align import AlignedPairs
-from anymla.ops.moe.triton_launch import run_experts
 from anymla.ops.moe.triton_sort_quantize import align_closely, quantize_pairs
 from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
@@ -37,35 +36,8 @@ _SCALES = NVMMASharedLayout(0, 32, rank=2)
 _BOX = 64
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w1: list[Tensor] | Tensor,
-    w3: list[Tensor] | Tensor,
-    w2: list[Tensor] | Tensor,
-    s1: list[Tensor] | Tensor,
-    s3: list[Tensor] | Tensor,
-    s2: list[Tensor] | Tensor,
-    *,
-    weight_format: str,
-    swiglu_limit: float,
-    quantize_activations: bool,
-    expert_offset: int = 0,
-    shared: Tensor | None = None,
-    quant_block: int = FP8_BLOCK,
-    global_scales: Tensor | None = None,
-) -> Tensor:
-    """Backend of ``interface.experts`` by the FP8 instruction; see its contract."""
-    projections = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2, s1, s3, s2)]
-    return run_experts(
-        _grouped_gemm, x, ids, weights, projections, weight_format=weight_format,
-        swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
-        expert_offset=expert_offset, shared=shared,
-    )  # fmt: skip
-
-
-def _grouped_gemm(inputs: ExpertInputs, results: Tensor) -> None:
+def multiply(inputs: ExpertInputs, results: Tensor) -> None:
+    """Multiply by the config of the inputs' sizes; see ``grouped_gemm``."""
     config = choose_w4a8_config(inputs.shape)
     assert config is not None
     grouped_gemm(inputs, results, config)

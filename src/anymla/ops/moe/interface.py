@@ -15,11 +15,7 @@ from anymla.ops._quantized import QUANT_BLOCKS, check_codes, in_blocks_of, in_bl
 from anymla.ops.device import Support, float32_support, has_numba
 from anymla.ops.moe.config import (
     gluon_support,
-    numba_hash_support,
-    numba_router_support,
     numba_support,
-    numba_swiglu_support,
-    w4a8_support,
 )
 from anymla.ops.registry import (
     FLOAT32_UP,
@@ -310,25 +306,8 @@ experts.register_lazy(
     automatic=has_numba(),
     by_kind=True,
 )
-for _operation, _supports in (
-    (route_hash, numba_hash_support),
-    (route_biased, numba_router_support),
-    (swiglu, numba_swiglu_support),
-):
-    _operation.register_lazy(
-        "numba",
-        f"{_FAMILY}.numba_router",
-        supports=_supports,
-        automatic=has_numba(),
-        by_kind=True,
-    )
 experts.register_lazy(
     "gluon_sm90",
     "anymla.ops.moe.gluon_sm90_launch",
     supports=in_blocks_of(QUANT_BLOCKS, gluon_support, told=True),
-)
-experts.register_lazy(
-    "gluon_sm90_w4a8",
-    "anymla.ops.moe.gluon_sm90_w4a8_launch",
-    supports=in_blocks_of_128(w4a8_support),
 )

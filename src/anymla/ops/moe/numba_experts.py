@@ -8,7 +8,6 @@ from torch import Tensor
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._numba_launch import Product, multiply
 from anymla.ops.moe.config import MAX_NUMBA_PAIRS
-from anymla.ops.moe.numba_router import plain_experts
 from anymla.ops.moe.torch_experts import ExpertMlps, total_of_few
 from anymla.ops.streams import flush_stream_wait
 
@@ -58,11 +57,6 @@ def experts(
 ) -> Tensor:
     """Backend of ``interface.experts`` in numba; see its contract."""
     flush_stream_wait()
-    if weight_format == "plain":
-        out: Tensor = plain_experts(  # type: ignore[no-untyped-call]
-            x, ids, weights, w1, w3, w2, swiglu_limit, expert_offset, shared
-        )
-        return out
     mlps = _NumbaMlps(
         w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantize_activations, quant_block
     )

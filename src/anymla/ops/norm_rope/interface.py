@@ -8,12 +8,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.ops._pages import check_cache
 from anymla.ops._quantized import check_codes
-from anymla.ops.device import float32_support, has_numba
-from anymla.ops.norm_rope.support import (
-    numba_insert_support,
-    numba_norm_support,
-    numba_norms_support,
-)
+from anymla.ops.device import float32_support
 from anymla.ops.registry import FLOATS, INT64, Operation, check, check_cos_sin, operation, require
 
 
@@ -203,15 +198,3 @@ for _operation, _kernel in ((fused_q_kv_rmsnorm, "norm"), (qnorm_rope_kv_insert,
     _operation.register_lazy("reference", f"{_FAMILY}.reference")
     _operation.register_lazy("torch", f"{_FAMILY}.torch_norm_rope")
     _operation.register_lazy("triton", f"{_FAMILY}.triton_{_kernel}", supports=float32_support)
-for _operation, _supports in (
-    (rms_norm, numba_norm_support),
-    (fused_q_kv_rmsnorm, numba_norms_support),
-    (qnorm_rope_kv_insert, numba_insert_support),
-):
-    _operation.register_lazy(
-        "numba",
-        f"{_FAMILY}.numba_rows",
-        supports=_supports,
-        automatic=has_numba(),
-        by_kind=True,
-    )

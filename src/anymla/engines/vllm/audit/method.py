@@ -24,7 +24,7 @@ Watched = tuple[Any, str, Callable[..., Look]]
 
 
 class Watch:
-    """What all audited methods of a model share.
+    """Facts of the model that all audited methods share.
 
     Attributes:
         auditor: auditor that gets the cases.
