@@ -24,7 +24,7 @@ Watched = tuple[Any, str, Callable[..., Look]]
 
 
 class Watch:
-    """Facts of the model that all audited methods share.
+    """State that all audited methods of a model share.
 
     Attributes:
         auditor: auditor that gets the cases.
