@@ -1,8 +1,7 @@
 """Docstrings are whole sentences: no fragments as first lines, nor as what an argument is.
 
 ``python tests/test_docstrings.py [FILE ...]`` prints the findings of files, or of all of them, and
-exits with 1 if there are more than ``docstring_exceptions.txt`` allows; with ``--shrink`` it first
-lowers that list to what there is. It needs nothing but Python's library.
+exits with 1 if there are any. It needs nothing but Python's library.
 """
 
 from __future__ import annotations
@@ -10,16 +9,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import textwrap
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = [room for room in ("src", "lab") if (ROOT / room).is_dir()]
-# Lines of ``NUMBER PATH``: findings that a file, or all files of a folder together, may have.
-EXCEPTIONS = Path(__file__).with_name("docstring_exceptions.txt")
 
 SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:", "Yields:")
 # Words that begin a clause or a phrase that only its context completes.
@@ -89,18 +84,11 @@ def entries(docstring: str) -> Iterator[tuple[int, str]]:
             start, indent = number, depth if name else 0
 
 
-def _is_kernel(node: ast.AST) -> bool:
-    """True for functions in Triton's language: their text is part of recorded builds' keys."""
-    decorators = getattr(node, "decorator_list", [])
-    return any(re.search(r"\bjit\b", ast.unparse(decorator)) for decorator in decorators)
-
-
 def _documented(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
-        if not _is_kernel(node):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node
-            yield from _documented(node)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        yield from _documented(node)
 
 
 def findings(source: str, path: str) -> Iterator[Finding]:
@@ -129,35 +117,8 @@ def all_findings() -> list[Finding]:
     ]
 
 
-def allowed() -> dict[str, int]:
-    """Read the list of exceptions: numbers of findings by file, or by folder with a last "/"."""
-    lines = EXCEPTIONS.read_text(encoding="utf-8").splitlines() if EXCEPTIONS.exists() else []
-    pairs = (line.split() for line in lines if line and not line.startswith("#"))
-    return {path: int(number) for number, path in pairs}
-
-
-def _entry_of(path: str, exceptions: dict[str, int]) -> str:
-    """Return the longest entry of the list that covers a file, or the file itself."""
-    covers = [e for e in exceptions if path == e or (e.endswith("/") and path.startswith(e))]
-    return max(covers, key=len, default=path)
-
-
-def too_many(found: list[Finding], exceptions: dict[str, int]) -> list[Finding]:
-    """List the findings of files, or folders, that have more of them than the exceptions allow."""
-    numbers = Counter(_entry_of(finding.path, exceptions) for finding in found)
-    over = {entry for entry, number in numbers.items() if number > exceptions.get(entry, 0)}
-    return [finding for finding in found if _entry_of(finding.path, exceptions) in over]
-
-
-def shrunk(found: list[Finding], exceptions: dict[str, int]) -> dict[str, int]:
-    """Lower the exceptions to what there is; none is raised, and none is added."""
-    numbers = Counter(_entry_of(finding.path, exceptions) for finding in found)
-    least = {entry: min(number, numbers[entry]) for entry, number in exceptions.items()}
-    return {entry: number for entry, number in least.items() if number}
-
-
 def test_docstrings_are_whole_sentences() -> None:
-    found = too_many(all_findings(), allowed())
+    found = all_findings()
     assert not found, "\n".join(map(str, found))
 
 
@@ -235,7 +196,7 @@ class Kept:
 
 @triton.jit
 def kernel():
-    """What a kernel does, whose text is left alone."""
+    """What a kernel does."""
 
 @jit.prepared(x)
 async def function():
@@ -254,44 +215,18 @@ def test_findings_name_their_lines() -> None:
         (22, "*rest: likewise."),
         (25, "As many rows as there are, in an order that"),
         (29, "TypeError, ValueError: wrong dtype."),
+        (34, "What a kernel does."),
+        (39, "How inner functions are found, too."),
     ]
 
 
-def test_exceptions_by_file_and_by_folder() -> None:
-    found = [Finding(path, 1, "", "") for path in ("a/x.py", "a/x.py", "a/b/y.py", "c.py")]
-    assert not too_many(found, {"a/": 3, "c.py": 1})
-    assert too_many(found, {"a/": 2, "c.py": 1}) == found[:3]
-    assert too_many(found, {"a/": 9, "a/b/": 1, "a/x.py": 1, "c.py": 1}) == found[:2]
-    assert too_many(found, {"a/": 3}) == found[3:]
-
-
-def test_the_exceptions_only_shrink() -> None:
-    found = [Finding("a/x.py", 1, "", ""), Finding("b.py", 1, "", "")]
-    assert shrunk(found, {"a/": 5, "b.py": 1, "c.py": 2}) == {"a/": 1, "b.py": 1}
-    assert shrunk(found, {"a/": 0}) == {}
-
-
 def main(arguments: list[str]) -> int:
-    """Print findings of the files named, or of all files; 1 if there are too many of them."""
-    found, exceptions = all_findings(), allowed()
-    if "--shrink" in arguments:
-        header = [f"# {line}" for line in textwrap.wrap(_HEADER, 98)]
-        exceptions = shrunk(found, exceptions)
-        rows = [f"{number} {path}" for path, number in sorted(exceptions.items())]
-        EXCEPTIONS.write_text("\n".join([*header, *rows, ""]), encoding="utf-8")
-    names = {str(Path(name).resolve()) for name in arguments if not name.startswith("-")}
-    shown = [one for one in found if str(ROOT / one.path) in names] if names else found
-    bad = set(too_many(found, exceptions)) & set(shown)
-    for finding in shown:
-        if names or finding in bad:
-            print(finding)
-    return 1 if bad else 0
+    """Print the findings of the files named, or of all files; return 1 if there are any."""
+    names = {str(Path(name).resolve()) for name in arguments}
+    found = [one for one in all_findings() if not names or str(ROOT / one.path) in names]
+    print("".join(f"{finding}\n" for finding in found), end="")
+    return 1 if found else 0
 
-
-_HEADER = (
-    "Findings of tests/test_docstrings.py that are still allowed, by file or by folder. "
-    "The list only shrinks: python tests/test_docstrings.py --shrink"
-)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

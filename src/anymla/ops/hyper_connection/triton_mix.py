@@ -111,7 +111,7 @@ def _joined(a, b, c, d):
 
 @triton.jit
 def _materialized(x):
-    """Give x one layout: the compiler carries no layout through a sum, even a sum of one."""
+    """Give x one layout: the compiler carries no layout through a sum, even of one term."""
     return tl.sum(tl.reshape(x.to(tl.float32), (1, x.shape[0], x.shape[1])), 0).to(x.dtype)
 
 
