@@ -1,6 +1,8 @@
 """The contract machinery: checks, choice of backends, and torch.library registration."""
 
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -34,6 +36,32 @@ def contract_probe_add(x: Tensor, y: Tensor | None = None, *, scale: float = 1.0
 def contract_probe_fill(cache: Tensor, value: float, names: list[Tensor]) -> None:
     """Fill the cache with value times the number of names."""
     check("contract_probe_fill", cache=(cache, "_", FLOATS))
+
+
+class Weighted(NamedTuple):
+    """Values with a factor and maybe an offset."""
+
+    values: Tensor
+    factor: int
+    offset: Tensor | None = None
+
+
+@operation(outputs=_like_x)
+def contract_probe_sum(
+    x: Tensor, parts: Sequence[Weighted], *, last: Weighted | None = None
+) -> Tensor:
+    """Return x and the sum of factor * values + offset over all parts and the last."""
+    for each in (*parts, *([] if last is None else [last])):
+        check("contract_probe_sum", values=(each.values, "T 4", FLOATS))
+
+
+def _sum(x, parts, *, last=None):
+    every = [*parts, *([] if last is None else [last])]
+    offsets = [each.offset for each in every if each.offset is not None]
+    return x + sum([each.factor * each.values for each in every] + offsets)
+
+
+contract_probe_sum.register("reference", _sum)
 
 
 def _add(x, y=None, *, scale=1.0):
@@ -126,6 +154,51 @@ def test_schemas():
         "(Tensor(a!) cache, float value, Tensor[] names, *, str? backend=None, "
         "Tensor(b!)[] results) -> ()"
     )
+
+
+def test_arguments_that_are_named_tuples_are_flat_in_the_schema():
+    assert contract_probe_sum.schema() == (
+        "(Tensor x, Tensor[] parts_values, SymInt[] parts_factor, Tensor?[] parts_offset, *, "
+        "Tensor? last_values=None, SymInt? last_factor=None, Tensor? last_offset=None, "
+        "str? backend=None, Tensor(a!)[] results) -> ()"
+    )
+    parts = [Weighted(X, 2), Weighted(X, 3, X)]
+    for last, want in ((None, 7 * X), (Weighted(X, 4), 11 * X), (Weighted(X, 4, X), 12 * X)):
+        assert torch.equal(contract_probe_sum(X, parts, last=last), want)
+        out = torch.empty_like(X)
+        flat = [[X, X], [2, 3], [None, X]]
+        more = {} if last is None else dict(zip(FLAT, last, strict=True))
+        torch.ops.anymla.contract_probe_sum(X, *flat, **more, results=[out])
+        assert torch.equal(out, want)
+
+
+FLAT = ("last_values", "last_factor", "last_offset")
+
+
+def test_kinds_of_calls_know_the_fields_of_named_tuples():
+    contract_probe_sum.forget()
+    parts = [Weighted(X, 2)]
+    contract_probe_sum(X, parts)
+    contract_probe_sum(X, [Weighted(2 * X, 2)])
+    assert len(contract_probe_sum._resolved) == 1
+    for other in ([Weighted(X, 3)], [Weighted(X, 2, X)], [*parts, *parts], [Weighted(X[:1], 2)]):
+        known = len(contract_probe_sum._resolved)
+        contract_probe_sum(X, other)
+        assert len(contract_probe_sum._resolved) == known + 1
+    with pytest.raises(ValueError, match="values must be"):
+        contract_probe_sum(X, [Weighted(X[:, :3], 2)])
+    wanted = Weighted(X.clone().requires_grad_(), 2)
+    with torch.enable_grad(), pytest.raises(ValueError, match="parts must be detached"):
+        contract_probe_sum(X, [wanted])
+
+
+@pytest.mark.compiles
+def test_torch_compile_sees_through_named_tuples():
+    def both(x, y):
+        return contract_probe_sum(x, [Weighted(x, 2), Weighted(x, 3, y)], last=Weighted(y, 1)) + 1
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(X, 2 * X), both(X, 2 * X))
 
 
 @pytest.mark.compiles

@@ -629,7 +629,7 @@ def operation(
     Returns:
         A decorator for the contract: a function of the operation's arguments, annotated with
         Tensor, int, float, bool, str, their optionals, list[Tensor], or a NamedTuple of such
-        (or None, or a Sequence of them), whose body checks them.
+        (or None, or a Sequence of them), the first one a Tensor, whose body checks them.
         Its last keyword ``backend: str | None = None`` is the operation's own: callers may give
         it, and neither the body nor a backend gets it.
     """
