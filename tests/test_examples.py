@@ -48,7 +48,6 @@ OTHERS = {
 # Words of anymla's commands that are parsed but not run, and why.
 ELSEWHERE = {
     "cuda": "needs a GPU",
-    "--reads": "needs a GPU",
     "--flash-mla": "needs FlashMLA",
     "xpu": "needs an Intel GPU",
     "flash_mla": "needs FlashMLA",

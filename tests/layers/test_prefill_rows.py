@@ -94,7 +94,7 @@ def test_a_chunk_sees_what_its_lists_say(ratio, padded, layouts):
         q,
         [
             CacheRows(window_cache, layouts[0], indices, window_lens),
-            CacheRows(entry_cache, layouts[1], more, more_lens),
+            *([CacheRows(entry_cache, layouts[1], more, more_lens)] if ratio else []),
         ],
         sink=torch.ones(3),
     )

@@ -70,7 +70,9 @@ def test_a_survey_goes_through_all_cells(llm, text) -> None:
 def test_a_checkpoint_without_a_chat_template_is_asked_by_the_sentence_itself(
     tmp_path, text
 ) -> None:
-    options = TinyOptions(ratios=(0, 4), hidden=128, heads=2, o_groups=1, experts=8, moe_size=64)
+    options = TinyOptions(
+        ratios=(0, 4), hidden=128, heads=2, o_groups=1, experts=8, moe_size=64, vocab=258
+    )  # whose tokenizer lacks the tokens of a dialogue
     write_tiny_checkpoint(tmp_path, options)
     random = LLM(tmp_path, dtype="fp32", device="cpu")
     hidden = hide(random, text, 700, 0.5)

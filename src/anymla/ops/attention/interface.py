@@ -272,7 +272,7 @@ def _check_rows(name: str, q: Tensor, rows: Sequence[CacheRows], dims: dict[str,
             got = type(indices).__name__
             raise TypeError(f"{name}: {prefix}.indices must be a tensor [T, K], got {got}")
         given: dict[str, tuple[object, str, torch.dtype]] = {
-            f"{prefix}.indices": (flat(indices), "T _", INT32),
+            f"{prefix}.indices": (flat(indices), "T K", INT32),
             f"{prefix}.lengths": (lengths, "T", INT32),
         }
         check(name, dims=dims, q=(q, "T H D", FLOATS), **given)
