@@ -127,11 +127,11 @@ class Heads:
         """Outputs [T, H, D]: by slots, and from one workspace where the step has one."""
         chunk = inputs.chunk
         if chunk is None:
-            return self._by_slots(q, inputs, None)
+            return self._by_slots(q, self._given(inputs))
         out = torch.empty_like(q)
         before = inputs.decodes
         if before:
-            self._by_slots(q[:before], inputs.by_slots(), out[:before])
+            self._by_slots(q[:before], self._given(inputs.by_slots()), out[:before])
         with scratch_scope():
             prefill_attention(
                 q[before:],
@@ -171,31 +171,23 @@ class Heads:
         together = torch.cat((codes.view(torch.uint8), quantised[0].view(torch.uint8)))
         return together.view(codes.dtype), torch.cat((scales, quantised[1]))
 
-    def _by_slots(self, q: Tensor, inputs: AttentionInputs, out: Tensor | None) -> Tensor:
-        return sparse_attention(
-            q,
-            inputs.cache_rows(),
-            sink=self.sink,
-            plan=self._plan(inputs),
-            out=out,
-            backend=self.backend,
-        )[0]
+    def _by_slots(self, q: Tensor, given: dict[str, Any], out: Tensor | None = None) -> Tensor:
+        return sparse_attention(q, **given, out=out, backend=self.backend)[0]
 
     def _quantised_by_slots(
         self, q: Tensor, inputs: AttentionInputs, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attend by slots, rotate back and quantise, in one operation where a kernel does that."""
-        rows, epilogue = inputs.cache_rows(), InverseRopeQuant(positions, cos_sin, self.groups)
-        named: dict[str, Any] = {"sink": self.sink, "plan": self._plan(inputs)}
-        if self.backend is None and quantises_in_one_kernel(q, rows, epilogue=epilogue, **named):
-            return sparse_attention(q, rows, epilogue=epilogue, **named)
+        given, epilogue = self._given(inputs), InverseRopeQuant(positions, cos_sin, self.groups)
+        if self.backend is None and quantises_in_one_kernel(q, **given, epilogue=epilogue):
+            return sparse_attention(q, **given, epilogue=epilogue)
         return inverse_rope_fp8_quant(
-            self._by_slots(q, inputs, None),
-            positions,
-            cos_sin,
-            n_groups=self.groups,
-            backend=self.backend,
+            self._by_slots(q, given), positions, cos_sin, n_groups=self.groups, backend=self.backend
         )
+
+    def _given(self, inputs: AttentionInputs) -> dict[str, Any]:
+        """Return the arguments of attention by slots after its queries."""
+        return {"rows": inputs.cache_rows(), "sink": self.sink, "plan": self._plan(inputs)}
 
     def _plan(self, inputs: AttentionInputs) -> Tensor | None:
         """Return the plan that layers of this kind share; None if a backend is named."""

@@ -266,7 +266,7 @@ class Operation(Generic[_P, _R]):
         # For each written form of a call: positional parameters that were not passed by position.
         self._forms: dict[tuple[Any, ...], list[str]] = {}
         self._mutates = mutates
-        hints = typing.get_type_hints(contract)
+        hints = self._flat.hints
         self._stacks = [name for name in hints if hints[name] == list[Tensor] | Tensor]
         places = {name: place for place, name in enumerate(self._leading)}
         self._written = tuple((name, places.get(name)) for name in mutates)
@@ -611,7 +611,7 @@ class Operation(Generic[_P, _R]):
 
     def schema(self) -> str:
         """Return the operator's schema in torch.library's language, without its name."""
-        return schema_of(self._contract, self._mutates)
+        return self._flat.schema(self._mutates)
 
 
 def operation(
@@ -661,20 +661,20 @@ class FlatArguments:
         self._parameters = signature_of_backends(contract).parameters
         self._structs: dict[str, tuple[Any, bool]] = {}  # type, and True for a sequence
         self.hints: dict[str, Any] = {}
-        self.parameters: list[inspect.Parameter] = []
+        parameters: list[inspect.Parameter] = []
         hints = typing.get_type_hints(contract)
         for name, parameter in self._parameters.items():
             struct, many = _struct_in(hints[name])
             if struct is None:
                 self.hints[name] = hints[name]
-                self.parameters.append(parameter)
+                parameters.append(parameter)
                 continue
             self._structs[name] = struct, many
             for field, hint in typing.get_type_hints(struct).items():
                 flat = f"{name}_{field}"
                 self.hints[flat] = types.GenericAlias(list, (hint,)) if many else hint | None
-                self.parameters.append(parameter.replace(name=flat))
-        self._signature = inspect.Signature(self.parameters)
+                parameters.append(parameter.replace(name=flat))
+        self._signature = inspect.Signature(parameters)
 
     def flatten(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments by their flat names."""
@@ -709,6 +709,31 @@ class FlatArguments:
                 given[name] = struct(*fields)
         return given
 
+    def schema(self, mutates: tuple[str, ...]) -> str:
+        """Return the schema without its name; results are written arguments.
+
+        Args:
+            mutates: names of the tensor arguments that the operation writes.
+        """
+        words: list[str] = []
+        keyword_only = False
+        alias = iter("abcdefghijklmnopqrstuvwxyz")
+        for parameter in self._signature.parameters.values():
+            name = parameter.name
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+                keyword_only = True
+                words.append("*")
+            mark = f"({next(alias)}!)" if name in mutates else ""
+            word = f"{_schema_type(self.hints[name], mark)} {name}"
+            default = parameter.default
+            if default is not inspect.Parameter.empty:
+                word += f"={_schema_default(default)}"
+            words.append(word)
+        if not keyword_only:
+            words.append("*")
+        words += ["str? backend=None", f"Tensor({next(alias)}!)[] results"]
+        return f"({', '.join(words)}) -> ()"
+
 
 def _struct_in(hint: Any) -> tuple[Any, bool]:
     """Return the NamedTuple of an annotation (or None) and True if it is a sequence of them."""
@@ -716,35 +741,6 @@ def _struct_in(hint: Any) -> tuple[Any, bool]:
     members = typing.get_args(hint) or (hint,)
     found = [each for each in members if _is_struct(each)]
     return (found[0], many) if found else (None, False)
-
-
-def schema_of(contract: Callable[..., Any], mutates: tuple[str, ...]) -> str:
-    """Return the schema of a contract function, without its name; results are written arguments.
-
-    Args:
-        contract: function annotated as ``operation`` says; the schema gives list[Tensor] | Tensor
-            as the list, and NamedTuples in their flat form.
-        mutates: names of the tensor arguments that the operation writes.
-    """
-    flat = FlatArguments(contract)
-    words: list[str] = []
-    keyword_only = False
-    alias = iter("abcdefghijklmnopqrstuvwxyz")
-    for parameter in flat.parameters:
-        name = parameter.name
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
-            keyword_only = True
-            words.append("*")
-        mark = f"({next(alias)}!)" if name in mutates else ""
-        word = f"{_schema_type(flat.hints[name], mark)} {name}"
-        default = parameter.default
-        if default is not inspect.Parameter.empty:
-            word += f"={_schema_default(default)}"
-        words.append(word)
-    if not keyword_only:
-        words.append("*")
-    words += ["str? backend=None", f"Tensor({next(alias)}!)[] results"]
-    return f"({', '.join(words)}) -> ()"
 
 
 def _schema_type(hint: Any, mark: str) -> str:

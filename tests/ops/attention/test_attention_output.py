@@ -57,17 +57,7 @@ def test_prefill(backend, listed):
         4, tokens=tokens, heads=4, dtype=torch.bfloat16, listed=listed, entries=40, window=64
     )
     positions, table = turning(tokens)
-    got = prefill_attention(
-        case.q,
-        case.rows,
-        case.ranges,
-        case.lists,
-        window=case.window,
-        entries=case.entries,
-        sink=case.sink,
-        backend=backend,
-        epilogue=InverseRopeQuant(positions, table, 2),
-    )
+    got = case.run(backend, epilogue=InverseRopeQuant(positions, table, 2))
     check(got, case.expected()[0], positions, table, 2)
 
 

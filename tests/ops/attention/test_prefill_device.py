@@ -13,7 +13,6 @@ from prefill_cases import Prefill, prefill
 from anymla.formats.fp8_block import dequantize_fp8_rows
 from anymla.ops.attention import (
     InverseRopeQuant,
-    prefill_attention,
     sparse_attention_rows,
 )
 from anymla.ops.attention import prefill_config as config
@@ -200,17 +199,7 @@ def test_rotated_and_quantised(device, heads):
     angles = torch.randn(300, 32, device=device)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     positions = torch.randint(0, 300, (80,), device=device)
-    codes, scales = prefill_attention(
-        case.q,
-        case.rows,
-        case.ranges,
-        case.lists,
-        window=case.window,
-        entries=case.entries,
-        sink=case.sink,
-        backend=BACKEND,
-        epilogue=InverseRopeQuant(positions, table, 8),
-    )
+    codes, scales = case.run(BACKEND, epilogue=InverseRopeQuant(positions, table, 8))
     want, want_scales = inverse_rope_fp8_quant(
         case.expected()[0].float(), positions, table, n_groups=8, backend="reference"
     )

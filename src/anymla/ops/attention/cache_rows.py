@@ -28,9 +28,7 @@ class CacheRows(NamedTuple):
 
     def dense(self) -> CacheRows:
         """Return the rows with 3-D pages, 2-D slots of unit stride, and contiguous lengths."""
-        indices = flat(self.indices)
-        if indices.numel() and indices.stride(1) != 1:
-            indices = indices.contiguous()
+        indices = dense(self.indices)
         lengths = None if self.lengths is None else self.lengths.contiguous()
         return CacheRows(pages_of(self.cache), self.layout, indices, lengths)
 
@@ -48,6 +46,12 @@ class CacheRows(NamedTuple):
     def limit(self) -> int:
         """Number of slots of the cache, at most 2^31 - 1; slots outside are skipped."""
         return min(self.cache.shape[0] * self.cache.shape[1], _LARGEST_INT32)
+
+
+def dense(indices: Tensor) -> Tensor:
+    """Return lists [T, K] or [T, 1, K] as [T, K] with unit stride along K."""
+    indices = flat(indices)
+    return indices if not indices.numel() or indices.stride(1) == 1 else indices.contiguous()
 
 
 def flat(indices: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from anymla.formats.records import PlainRowsLayout, SplitFp8Layout
 from anymla.ops import device as device_facts
 from anymla.ops._epilogue import InverseRopeQuant, QuantizedOut
 from anymla.ops._triton_epilogue import inverse_rope_quantize
-from anymla.ops.attention.cache_rows import CacheRows, flat
+from anymla.ops.attention.cache_rows import CacheRows, dense
 from anymla.ops.attention.decode_config import (
     MODES,
     Tile,
@@ -108,12 +108,9 @@ def sparse_attention_rows(
     """See the contract."""
     rows = kv.squeeze(1) if kv.ndim == 3 else kv
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    indices = flat(indices)
-    if indices.numel() and indices.stride(1) != 1:
-        indices = indices.contiguous()
     lengths = None if lengths is None else lengths.contiguous()
     step = rows.stride(0)
-    listed = RowsParams(rows, None, len(rows), 1, step, step, indices, lengths)
+    listed = RowsParams(rows, None, len(rows), 1, step, step, dense(indices), lengths)
     return _attend(q, [listed], sink, scale, value_dim, empty_lse, batch_invariant, out, max_logits)
 
 
