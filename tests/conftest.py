@@ -1,5 +1,6 @@
 from anymla.testing.pytest_plugin import (  # noqa: F401
     inference_rules,
+    pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
 )

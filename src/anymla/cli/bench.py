@@ -14,6 +14,7 @@ import anymla
 from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import LAB, json_option, measure, require_gpu, require_known
+from anymla.cli.run_options import ptx_target_option
 
 # Commands of version 0.1.0 that ``python -m lab`` has now, from a checkout; until version 0.3.0.
 _OF_THE_LAB = (
@@ -36,6 +37,7 @@ def command() -> None:
 )
 @click.argument("names", metavar="[CASE]...", nargs=-1)
 @json_option
+@ptx_target_option
 def run(names: tuple[str, ...], json_file: Path | None) -> None:
     """Time cases of operations, layers and steps on this machine's GPU, or on its CPU.
 

@@ -27,6 +27,7 @@ from anymla.runtime.launch import joined, launched, local_device, with_peer_memo
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.threads import threads_for, weights_per_token
 from anymla.testing.conformance.ops import all_backends
+from crossrun import ptx
 
 # Largest number of threads per CPU that an option may request: more only wait, and too many end the
 # process.
@@ -115,11 +116,36 @@ all_reduce_option = click.option(
     help="How torchrun's ranks add: few rows through each other's memory where the GPUs can "
     "(auto), or all by the process group (NCCL, gloo).",
 )
-device_option = click.option(
+
+
+def _ptx_target(_: click.Context, __: click.Parameter, value: str | None) -> None:
+    if value is None:
+        return
+    try:
+        ptx.install(value)
+        ptx.require_newer_gpu()
+    except ptx.WrongTarget as error:
+        raise BadInput(f"--ptx-target {value}: {error}") from error
+
+
+ptx_target_option = click.option(
+    "--ptx-target",
+    type=click.Choice(list(ptx.TARGETS)),
+    is_eager=True,  # before the device is asked for anything
+    expose_value=False,
+    callback=_ptx_target,
+    help="Compile kernels for this older NVIDIA target, and execute its PTX on the newer GPU here.",
+)
+_named_device_option = click.option(
     "--device",
     metavar="NAME",
     help="cpu, cuda, xpu, cuda:1, ...; the accelerator if there is one.",
 )
+
+
+def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--device``, which the command receives, and ``--ptx-target``, which is obeyed here."""
+    return _named_device_option(ptx_target_option(function))
 
 
 def _dtype(_: click.Context, __: click.Parameter, value: str) -> str:

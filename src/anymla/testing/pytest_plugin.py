@@ -19,6 +19,7 @@ if not torch.cuda.is_available() and not torch.xpu.is_available():
 
 from anymla.ops.compile_notice import NOTICE
 from anymla.testing.poison import poisoned_empty
+from crossrun import ptx
 
 MARKERS = {
     "gpu": "needs a GPU; skipped elsewhere, with that reason",
@@ -28,8 +29,18 @@ MARKERS = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--ptx-target``."""
+    parser.addoption(
+        "--ptx-target",
+        choices=list(ptx.TARGETS),
+        help="compile kernels for this older NVIDIA target, and execute its PTX on the newer GPU",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers, choose the hypothesis profile, and limit torch's threads."""
+    _execute_as(config.getoption("--ptx-target"))
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     _interpret_triton()
@@ -38,6 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # 8 s took 164 s with two).
     torch.set_num_threads(1)
     NOTICE.patience = math.inf  # the contents of stderr in a test must not depend on caches
+
+
+def _execute_as(target: str | None) -> None:
+    if target is None:
+        return
+    try:
+        ptx.install(target)
+        ptx.require_newer_gpu()
+    except ptx.WrongTarget as error:
+        raise pytest.UsageError(f"--ptx-target {target}: {error}") from error
 
 
 def _hypothesis_profiles() -> None:

@@ -2,6 +2,7 @@
 
 from anymla.testing.pytest_plugin import (  # noqa: F401
     inference_rules,
+    pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
 )
