@@ -146,22 +146,22 @@ def test_sparse_attention_beyond_4_gib(heads: int) -> None:
     large[page:] = small
     large[:page].fill_(255)  # NaN, wherever else an address may lead
     q, indices = normal(5, heads, 512), torch.randint(0, 4 * PAGE, (5, 192)).int()
-    options = {"lengths": torch.tensor([192, 1, 0, 130, 64]).int(), "backend": "triton"}
+    lengths = torch.tensor([192, 1, 0, 130, 64]).int()
     far = sparse_attention(
         q,
         [
-            CacheRows(large, MAIN_FP8, indices + page * PAGE),
+            CacheRows(large, MAIN_FP8, indices + page * PAGE, lengths),
             CacheRows(small, MAIN_FP8, indices[:, :64]),
         ],
-        **options,
+        backend="triton",
     )
     near = sparse_attention(
         q,
         [
-            CacheRows(small, MAIN_FP8, indices),
+            CacheRows(small, MAIN_FP8, indices, lengths),
             CacheRows(large, MAIN_FP8, indices[:, :64] + page * PAGE),
         ],
-        **options,
+        backend="triton",
     )
     for a, b in zip(far, near, strict=True):
         assert torch.equal(a, b)

@@ -18,11 +18,12 @@ if not torch.cuda.is_available() and not torch.xpu.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from anymla.ops.compile_notice import NOTICE
+from anymla.ops.device import target_of
 from anymla.testing.poison import poisoned_empty
 from crossrun import ptx
 
 MARKERS = {
-    "gpu": "needs a GPU; skipped elsewhere, with that reason",
+    "gpu(target=None)": "needs a GPU, of this target if one is named; skipped elsewhere",
     "slow": "takes more than ten seconds on one core",
     "bench": "measures time",
     "compiles": "traces with torch.compile, and therefore runs without poisoned allocations",
@@ -101,13 +102,21 @@ def _interpret_triton() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu on machines whose torch sees none."""
+    """Skip tests marked gpu where torch sees none, or one of another target."""
+    here = None
     if torch.cuda.is_available() or torch.xpu.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a GPU, and torch sees none on this machine")
+        here = target_of(torch.device("cuda" if torch.cuda.is_available() else "xpu", 0)).name
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(skip)
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        if here is None:
+            reason = "needs a GPU, and torch sees none on this machine"
+        elif marker.args and marker.args[0] != here:
+            reason = f"needs a GPU of {marker.args[0]}, and this one is of {here}"
+        else:
+            continue
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,7 @@ from anymla.ops.attention import CacheRows, sparse_attention
 
 PAGES, PAGE, BYTES = 16, 64, 2_500_000_000
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
+pytestmark = pytest.mark.gpu("sm_90")
 
 
 def small_cache(kind):

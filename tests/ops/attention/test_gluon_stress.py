@@ -121,14 +121,12 @@ def repeated(heads, tokens, width, extra, way):
 def hopper(monkeypatch):
     from anymla.ops.attention import gluon_sm90_decode_launch as launcher
 
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     torch.manual_seed(0)
     monkeypatch.setattr(launcher, "scratch", poisoned)
     return launcher
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 def test_the_same_bits_every_time(hopper):
     calls = []
     for case in CASES:
@@ -188,7 +186,7 @@ def test_the_texts_are_there_to_be_changed(name, tmp_path):
     assert changed(MUTANTS[name], tmp_path).fn.__module__ == "changed_m64"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 @pytest.mark.parametrize("name", ["nothing", *MUTANTS])
 def test_a_wait_that_is_missing_is_noticed(name, hopper, monkeypatch, tmp_path):
     """What makes the test above worth something; a kernel that is late and waits stays right."""

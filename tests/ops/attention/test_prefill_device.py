@@ -122,7 +122,7 @@ def check(case: Prefill, out: torch.Tensor, lse: torch.Tensor) -> None:
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 @pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 @pytest.mark.parametrize("heads", [1, 16, 33, 64, 100, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,7 +136,7 @@ def test_ragged_runs_and_lists(device, listed, heads, dtype):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 @pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 def test_less_than_a_tile(device, listed):
     case = prefill(
@@ -146,7 +146,7 @@ def test_less_than_a_tile(device, listed):
     check(case, *case.run(BACKEND))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 def test_every_block_count(device):
     case = prefill(
         1, tokens=300, heads=64, dtype=torch.float16, listed=False, entries=34 * 64,
@@ -155,7 +155,7 @@ def test_every_block_count(device):
     check(case, *case.run(BACKEND))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 @pytest.mark.parametrize("sm_count", [1, 7, 131, 264])
 def test_any_number_of_sms(device, sm_count, monkeypatch):
     from anymla.ops.attention import gluon_sm90_prefill_launch as gluon_sm90_launch
@@ -168,7 +168,7 @@ def test_any_number_of_sms(device, sm_count, monkeypatch):
     check(case, *case.run(BACKEND))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 def test_a_graph_is_replayed_with_other_lengths(device):
     """And with other rows: nothing but addresses is recorded."""
     cases = [
@@ -190,7 +190,7 @@ def test_a_graph_is_replayed_with_other_lengths(device):
         check(case, out, lse)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 @pytest.mark.parametrize("heads", [24, 64, 128])
 def test_rotated_and_quantised(device, heads):
     case = prefill(
@@ -212,7 +212,7 @@ def test_rotated_and_quantised(device, heads):
     assert float((codes.view(torch.uint8) == want.view(torch.uint8)).float().mean()) > 0.97
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("sm_90")
 @pytest.mark.parametrize("heads", [20, 64, 128])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_listed_rows_of_one_tensor(device, heads, ragged):
