@@ -23,7 +23,7 @@ from crossrun import ptx
 
 MARKERS = {
     "gpu": "needs a GPU; skipped elsewhere, with that reason",
-    "slow": "takes more than ten seconds on one core",
+    "slow": "takes long, and is left to make test-all",
     "bench": "measures time",
     "compiles": "traces with torch.compile, and therefore runs without poisoned allocations",
 }
