@@ -24,11 +24,12 @@ venv = $(PYTHON) -m venv $(1) || { rm -rf $(1); \
 pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2) > $(1)/pip.log 2>&1 || \
   { tail -n 40 $(1)/pip.log >&2; exit 1; }
 
-.PHONY: help demo test family test-lowest test-vllm test-intel test-nemo resolve lint types imports check bench build-matrix build-subset docs tables clean
+.PHONY: help demo test test-all family test-lowest test-vllm test-intel test-nemo resolve lint types imports check bench build-matrix build-subset docs tables clean
 
 help:
 	@echo "make demo    a tiny trained DeepSeek-V4 speaks, finds a passkey in 32,768 tokens, and is checked"
-	@echo "make test    run the CPU test suite"
+	@echo "make test    run the CPU test suite, without what tests/slow.txt lists"
+	@echo "make test-all   run the whole of it"
 	@echo "make family F=indexer   a family's tests, conformance cases and one build of each of its kernels"
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
 	@echo "make test-intel  compile kernels for Intel's GPUs, and run them on this CPU (docs/intel.md)"
@@ -55,6 +56,9 @@ demo: $(READY)
 	$(BIN)/anymla demo --checkpoint examples/tiny/checkpoint --prompt-tokens 1024 examples/tiny/persuasion.txt
 
 test: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+test-all: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Names of the folders of src/anymla/ops.

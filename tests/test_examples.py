@@ -57,6 +57,7 @@ ELSEWHERE = {
     "--report": "takes minutes",
     "build-matrix": "takes minutes",
     "same-code": "takes minutes",
+    "before.jsonl": "takes minutes where kernels are interpreted",
     "xpu-attention": "needs Intel's compilers",
     "vllm": "needs vLLM",
     "mypackage.attention:sparse_attention": "the reader's own package",

@@ -24,7 +24,7 @@ from crossrun import ptx
 
 MARKERS = {
     "gpu(target=None)": "needs a GPU, of this target if one is named; skipped elsewhere",
-    "slow": "takes more than ten seconds on one core",
+    "slow": "takes long, and is left to make test-all",
     "bench": "measures time",
     "compiles": "traces with torch.compile, and therefore runs without poisoned allocations",
 }

@@ -31,9 +31,42 @@ def test_tiles_suit_matrix_instructions(target, mode):
 
 def test_wide_rows_take_smaller_tiles_where_memory_is_short():
     for name, heads in (("sm_86", 16), ("sm_89", 16), ("sm_120", 16), ("sm_80", 32)):
-        chosen = choose_tile(128, 2048, 4096, "float16", TARGETS[name], channels=576)
+        chosen = choose_tile(128, 2048, 4096, "bfloat16", TARGETS[name], channels=576)
         assert chosen.heads == heads
-        assert choose_tile(128, 640, 4096, "float16", TARGETS[name]).heads == 32
+        assert choose_tile(128, 640, 4096, "bfloat16", TARGETS[name]).heads == 32
+
+
+def test_coded_rows_are_loaded_ahead_where_that_was_seen_to_be_faster():
+    for target in TARGETS.values():
+        chosen = choose_tile(64, 640, 8, "float16", target)
+        assert chosen.ahead == (target.backend == "cuda" and target.name != "sm_90")
+        assert not choose_tile(64, 640, 8, "bfloat16", target).ahead
+        few = choose_tile(16, 640, 8, "float16", target)
+        # 16 heads of a Blackwell GPU keep the tile that spills nothing.
+        assert not few.ahead or (few.warps == 4) == (target.name in ("sm_80", "sm_86", "sm_89"))
+
+
+AHEAD = [Tile(32, 64, False, 8, ahead=True), Tile(16, 32, False, 4, ahead=True, per_sm=2)]
+
+
+@pytest.mark.parametrize("tile", AHEAD, ids=["one a SM", "two a SM"])
+def test_waves_of_splits_end_no_later_than_whole_lists(tile):
+    for ctas, keys in itertools.product((1, 8, 64, 154, 600), (1, 64, 640, 1152, 8192)):
+        count = choose_splits(ctas, keys, tile, 108)
+        steps = -(-keys // tile.keys)
+        assert 1 <= count <= steps
+        share = -(-steps // count)
+        assert (count - 1) * share < steps
+        # Steps of the SM that ends last.
+        assert -(-ctas * count // (108 * tile.per_sm)) * share <= -(-ctas // 108) * steps
+
+
+def test_waves_of_splits_are_those_that_were_fastest():
+    """Of what was timed on an H200, as sm_80."""
+    for ctas, keys, fastest in ((154, 1152, 3), (64, 640, 2), (96, 1152, 1), (120, 2176, 1)):
+        assert choose_splits(ctas, keys, AHEAD[0], 132) == fastest
+    for ctas, keys, fastest in ((64, 1152, 4), (128, 640, 2), (90, 2176, 5)):
+        assert choose_splits(ctas, keys, AHEAD[1], 132) == fastest
 
 
 def test_splits_fill_the_machine_without_overfilling_it():

@@ -83,25 +83,61 @@ def narrow(x, MODE: tl.constexpr):
 
 
 @triton.jit
-def coded_tile(
-    data,
-    scales,
-    ok,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ONCE: tl.constexpr,
-):
-    """Load and decode blocks FIRST to FIRST + COUNT of e4m3 rows with ue8m0 scales.
+def load_tile(
+    data, scales, ok, FIRST: tl.constexpr, WIDTH: tl.constexpr, CODED: tl.constexpr,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Load codes and scales of channels FIRST to FIRST + WIDTH of coded rows.
 
     Args:
         data: uint8 pointers [n] to the rows' codes.
-        scales: uint8 pointers [n] to their scale bytes.
-        ok: bool [n]; rows where it is False are not read and give zeros.
-        FIRST: index of the first block.
-        COUNT: number of blocks, a power of two.
+        scales: pointers [n] to their scales: bytes, or float32 where CODED is 2.
+        ok: bool [n]; rows where it is False are not read.
+        FIRST: first channel.
+        WIDTH: number of channels, a power of two.
+        CODED: kind of the rows by the numbers of ``config``.
+        BLOCK: channels that share a scale.
+        WORDS: True to load e4m3 codes as int32 words of four, from addresses that are multiples
+            of 4.
+
+    Returns:
+        Codes, e4m3 [n, blocks, BLOCK] (words [n, blocks, BLOCK / 4]) or two of e2m1 in a byte
+        [n, WIDTH / 2]; and scales
+        [n, blocks], of inline rows [n] float32.
+    """
+    if CODED == 4:
+        byte = FIRST // 2 + tl.arange(0, WIDTH // 2)
+        codes = tl.load(data[:, None] + byte[None, :], mask=ok[:, None], other=0)
+        block = FIRST // BLOCK + tl.arange(0, WIDTH // BLOCK)
+        scale = tl.load(scales[:, None] + block[None, :], mask=ok[:, None], other=0)
+    elif CODED == 2:
+        channel = FIRST + tl.arange(0, WIDTH)
+        codes = tl.load(data[:, None] + channel[None, :], mask=ok[:, None], other=0)
+        scale = tl.load(scales + FIRST // BLOCK, mask=ok, other=1.0)
+    else:
+        block = FIRST // BLOCK + tl.arange(0, WIDTH // BLOCK)
+        if WORDS:
+            data = data.to(tl.pointer_type(tl.int32))
+            place = block[None, :, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, None, :]
+        else:
+            place = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+        codes = tl.load(data[:, None, None] + place, mask=ok[:, None, None], other=0)
+        scale = tl.load(scales[:, None] + block[None, :], mask=ok[:, None], other=_LAST_BYTE)
+    return codes, scale
+
+
+@triton.jit
+def decode_tile(
+    codes, scale, ok, CODED: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+    NATIVE: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Decode what ``load_tile`` returns, where rows that are not ``ok`` give zeros.
+
+    Args:
+        codes: codes of the rows.
+        scale: scales of the rows.
+        ok: bool [n], as given to ``load_tile``.
+        CODED: kind of the rows by the numbers of ``config``.
         BLOCK: channels that share a scale.
         MODE: operand type of the result.
         NATIVE: True to convert by instructions.
@@ -109,89 +145,65 @@ def coded_tile(
             instructions of the loop and saves a quarter of its time on an H200.
 
     Returns:
-        Decoded rows of the type of MODE, [n, COUNT * BLOCK].
+        Decoded rows of the type of MODE, [n, WIDTH].
     """
-    block = FIRST + tl.arange(0, COUNT)
-    channel = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-    codes = tl.load(data[:, None, None] + channel, mask=ok[:, None, None], other=0)
-    byte = tl.load(scales[:, None] + block[None, :], mask=ok[:, None], other=_LAST_BYTE)
-    if MODE == 0:
-        exponent = byte.to(tl.int32)
+    if CODED == 4:
+        factor = e4m3_to_fp32(scale, NATIVE)
+        if MODE == 0:
+            fits = tl.abs(factor) <= _LARGEST_NVFP4_SCALE
+            factor = tl.where(fits, factor * LIFT, float("nan"))
+    elif CODED == 2:
+        factor = scale
+        if MODE == 0:
+            size = tl.abs(factor)
+            fits = ((size >= _LEAST_SCALE) & (size <= _LAST_SCALE)) | (size <= _NOTHING)
+            factor = tl.where(fits, factor * LIFT, float("nan"))
+    elif MODE == 0:
+        exponent = scale.to(tl.int32)
         exact = (exponent >= _LEAST_BYTE) & (exponent <= _LAST_BYTE)
         factor = ((exponent + _LIFT_EXPONENT) << 23).to(tl.float32, bitcast=True)
         factor = tl.where(exact, factor, float("nan"))
     else:
-        factor = ue8m0_to_fp32(byte)
+        factor = ue8m0_to_fp32(scale)
     if ONCE:
         # The codes are zeros there anyway. But a factor that does not come from memory alone keeps
         # the compiler from decoding once for each of the two products.
-        factor = tl.where(ok[:, None], factor, 0.0)
+        factor = tl.where(ok if CODED == 2 else ok[:, None], factor, 0.0)
     if MODE == 0:
-        rows = e4m3_to_fp16(codes, NATIVE) * factor.to(tl.float16)[:, :, None]
-    else:
-        rows = narrow(e4m3_to_fp32(codes, NATIVE) * factor[:, :, None], MODE)
-    return tl.reshape(rows, [data.shape[0], COUNT * BLOCK])
-
-
-@triton.jit
-def nvfp4_tile(
-    data,
-    scales,
-    ok,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ONCE: tl.constexpr,
-):
-    """Load and decode channels FIRST to FIRST + WIDTH of e2m1 rows with e4m3 scales per BLOCK.
-
-    Other arguments are those of ``coded_tile``; a scale may be any byte.
-
-    Returns:
-        Decoded rows of the type of MODE, [n, WIDTH].
-    """
-    ROWS: tl.constexpr = data.shape[0]
-    byte = FIRST // 2 + tl.arange(0, WIDTH // 2)
-    packed = tl.load(data[:, None] + byte[None, :], mask=ok[:, None], other=0)
-    block = FIRST // BLOCK + tl.arange(0, WIDTH // BLOCK)
-    code = tl.load(scales[:, None] + block[None, :], mask=ok[:, None], other=0)
-    factor = e4m3_to_fp32(code, NATIVE)
-    if MODE == 0:
-        fits = tl.abs(factor) <= _LARGEST_NVFP4_SCALE
-        factor = tl.where(fits, factor * LIFT, float("nan"))
-    if ONCE:
-        factor = tl.where(ok[:, None], factor, 0.0)
-    if MODE == 0:
-        x = tl.join(e2m1_to_fp16(packed & 15), e2m1_to_fp16(packed >> 4))
         factor = factor.to(tl.float16)
-    else:
-        x = tl.join(e2m1_to_fp32(packed & 15), e2m1_to_fp32(packed >> 4))
-    x = tl.reshape(x, [ROWS, WIDTH // BLOCK, BLOCK]) * factor[:, :, None]
-    return narrow(tl.reshape(x, [ROWS, WIDTH]), MODE)
-
-
-@triton.jit
-def block_tile(
-    data,
-    scales,
-    ok,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CODED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ONCE: tl.constexpr,
-):
-    """Load channels FIRST to FIRST + WIDTH of e4m3 or NVFP4 rows; see ``coded_tile``."""
     if CODED == 4:
-        return nvfp4_tile(data, scales, ok, FIRST, WIDTH, BLOCK, MODE, NATIVE, ONCE)
+        ROWS: tl.constexpr = codes.shape[0]
+        WIDTH: tl.constexpr = codes.shape[1] * 2
+        if MODE == 0:
+            x = tl.join(e2m1_to_fp16(codes & 15), e2m1_to_fp16(codes >> 4))
+        else:
+            x = tl.join(e2m1_to_fp32(codes & 15), e2m1_to_fp32(codes >> 4))
+        x = tl.reshape(x, [ROWS, WIDTH // BLOCK, BLOCK]) * factor[:, :, None]
+        rows = narrow(tl.reshape(x, [ROWS, WIDTH]), MODE)
+    elif codes.dtype == tl.int32:
+        c0, c1, c2, c3 = e4m3_words_to_fp16(codes)
+        if MODE == 0:
+            factor = (factor * E4M3_WORD_UNIT)[:, :, None]
+            c0, c1, c2, c3 = c0 * factor, c1 * factor, c2 * factor, c3 * factor
+        else:
+            factor = factor[:, :, None]
+            # Apply unit and scale one at a time: the product of the unit and the largest scales is
+            # infinite.
+            c0 = narrow((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+            c1 = narrow((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+            c2 = narrow((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+            c3 = narrow((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+        rows = tl.join(tl.join(c0, c2), tl.join(c1, c3))
+        rows = tl.reshape(rows, [codes.shape[0], codes.shape[1] * BLOCK])
     else:
-        return coded_tile(
-            data, scales, ok, FIRST // BLOCK, WIDTH // BLOCK, BLOCK, MODE, NATIVE, ONCE
-        )
+        factor = factor[:, None] if CODED == 2 else factor[:, :, None]
+        if MODE == 0:
+            rows = e4m3_to_fp16(codes, NATIVE) * factor
+        else:
+            rows = narrow(e4m3_to_fp32(codes, NATIVE) * factor, MODE)
+        if CODED != 2:
+            rows = tl.reshape(rows, [codes.shape[0], codes.shape[1] * BLOCK])
+    return rows
 
 
 @triton.jit
@@ -207,72 +219,30 @@ def scales_of(
 
 
 @triton.jit
-def inline_tile(
-    data,
-    scales,
-    ok,
-    FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ONCE: tl.constexpr,
-):
-    """Load and decode block FIRST of e4m3 rows whose scales are float32 at pointers ``scales`` [n].
-
-    Other arguments are those of ``coded_tile``. Any scale is taken, and values are rounded to the
-    result's type.
-
-    Returns:
-        Decoded rows of the type of MODE, [n, BLOCK].
-    """
-    channel = FIRST * BLOCK + tl.arange(0, BLOCK)
-    codes = tl.load(data[:, None] + channel[None, :], mask=ok[:, None], other=0)
-    factor = tl.load(scales + FIRST, mask=ok, other=1.0)
-    if MODE == 0:
-        size = tl.abs(factor)
-        fits = ((size >= _LEAST_SCALE) & (size <= _LAST_SCALE)) | (size <= _NOTHING)
-        factor = tl.where(fits, factor * LIFT, float("nan"))
-    if ONCE:
-        factor = tl.where(ok, factor, 0.0)
-    if MODE == 0:
-        return e4m3_to_fp16(codes, NATIVE) * factor.to(tl.float16)[:, None]
-    else:
-        return narrow(e4m3_to_fp32(codes, NATIVE) * factor[:, None], MODE)
-
-
-@triton.jit
-def plain_tile(
-    rows,
-    ok,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    MODE: tl.constexpr,
-):
+def load_plain(
+    rows, ok, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
     """Load channels FIRST to FIRST + WIDTH of plain rows at pointers [n]; zeros past CHANNELS."""
     channel = FIRST + tl.arange(0, WIDTH)
     inside = ok[:, None]
     if FIRST + WIDTH > CHANNELS:
         inside = inside & (channel < CHANNELS)[None, :]
-    x = tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
-    if MODE == 0:
+    return tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def plain_tile(x, MODE: tl.constexpr, KEY: tl.constexpr):
+    """Round plain channels to the type of MODE; KEY channels are no value and not lifted."""
+    if MODE == 0 and KEY:
+        x = x.to(tl.float32)
+        # NaN, because an infinity could hide behind a probability of 0.
+        return tl.where(tl.abs(x) <= _FLOAT16_MAX, x, float("nan")).to(tl.float16)
+    elif MODE == 0:
         return (x.to(tl.float32) * LIFT).to(tl.float16)
     elif MODE == 1:
         return x.to(tl.bfloat16)
     else:
         return x.to(tl.float32)
-
-
-@triton.jit
-def tail_tile(rows, ok, WIDTH: tl.constexpr, MODE: tl.constexpr, KEY: tl.constexpr):
-    """Load WIDTH bfloat16 channels at pointers [n]; KEY channels are no value and not lifted."""
-    if KEY and MODE == 0:
-        channel = tl.arange(0, WIDTH)
-        x = tl.load(rows[:, None] + channel[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
-        # NaN, because an infinity could hide behind a probability of 0.
-        return tl.where(tl.abs(x) <= _FLOAT16_MAX, x, float("nan")).to(tl.float16)
-    else:
-        return plain_tile(rows, ok, 0, WIDTH, WIDTH, MODE)
 
 
 @triton.jit
@@ -395,6 +365,53 @@ def _places(slots, block, blocks0, rows0, rows1, TWO: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(
+    slots, block, blocks0, rows0, rows1, row_stride, TWO: tl.constexpr, ROW: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Load the rows of a block's slots, in tiles of 128, 128, 128, W3 and W4 channels.
+
+    Arguments are those of ``_places`` and ``walk``.
+
+    Returns:
+        A bool [n], True where there is a row; then values and scales of each tile in turn, as
+        ``load_tile`` returns them. Tiles without codes have no scales; ``ok`` stands there.
+    """
+    CODED: tl.constexpr = ROW[0]
+    BLOCK: tl.constexpr = ROW[1]
+    DATA: tl.constexpr = ROW[2]
+    SCALES: tl.constexpr = ROW[3]
+    CHANNELS: tl.constexpr = ROW[4]
+    W3: tl.constexpr = ROW[5]
+    W4: tl.constexpr = ROW[6]
+    T3: tl.constexpr = 384 + W3
+    ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
+    if CODED == 0:
+        rows = pages + offset.to(tl.int64) * row_stride
+        v0, v1 = load_plain(rows, ok, 0, 128, CHANNELS), load_plain(rows, ok, 128, 128, CHANNELS)
+        v2, v3 = load_plain(rows, ok, 256, 128, CHANNELS), load_plain(rows, ok, 384, W3, CHANNELS)
+        v4 = load_plain(rows, ok, T3, W4, CHANNELS)
+        f0, f1, f2, f3, f4 = ok, ok, ok, ok, ok
+    else:
+        data = pages + offset.to(tl.int64) * DATA
+        if CODED == 2:
+            scales = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.float32))
+        else:
+            scales = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
+        v0, f0 = load_tile(data, scales, ok, 0, 128, CODED, BLOCK, WORDS)
+        v1, f1 = load_tile(data, scales, ok, 128, 128, CODED, BLOCK, WORDS)
+        v2, f2 = load_tile(data, scales, ok, 256, 128, CODED, BLOCK, WORDS)
+        v3, f3 = load_tile(data, scales, ok, 384, W3, CODED, BLOCK, WORDS)
+        if CODED <= 2:
+            behind = CHANNELS - W4 + (SCALES if CODED == 2 else 0)
+            tail = (data + behind).to(tl.pointer_type(tl.bfloat16))
+            v4, f4 = load_plain(tail, ok, 0, W4, W4), ok
+        else:
+            v4, f4 = load_tile(data, scales, ok, T3, W4, CODED, BLOCK, WORDS)
+    return ok, v0, f0, v1, f1, v2, f2, v3, f3, v4, f4
+
+
+@triton.jit
 def walk(
     queries, span, rows0, rows1, row_stride, TILE: tl.constexpr, ROW: tl.constexpr,
     KEY: tl.constexpr, MODE: tl.constexpr, NATIVE: tl.constexpr,
@@ -412,7 +429,7 @@ def walk(
             of a page, and rows in a page.
         rows1: second cache, a tuple like ``rows0``.
         row_stride: elements between plain rows.
-        TILE: BH, BN, KEYS_FIRST, TWO, ONCE of the kernel.
+        TILE: BH, BN, KEYS_FIRST, TWO, ONCE, AHEAD, WORDS of the kernel.
         ROW: CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4 of the kernel.
         KEY: True if the last tile of a row is not part of the value.
         MODE: operand type, defined at the top of the file.
@@ -423,10 +440,10 @@ def walk(
     KEYS_FIRST: tl.constexpr = TILE[2]
     TWO: tl.constexpr = TILE[3]
     ONCE: tl.constexpr = TILE[4]
+    AHEAD: tl.constexpr = TILE[5]
+    WORDS: tl.constexpr = TILE[6]
     CODED: tl.constexpr = ROW[0]
     BLOCK: tl.constexpr = ROW[1]
-    DATA: tl.constexpr = ROW[2]
-    SCALES: tl.constexpr = ROW[3]
     CHANNELS: tl.constexpr = ROW[4]
     W3: tl.constexpr = ROW[5]
     W4: tl.constexpr = ROW[6]
@@ -465,38 +482,32 @@ def walk(
     a3 = zeros(BH, W3, KEYS_FIRST)
     a4 = zeros(BH, W4, KEYS_FIRST)
     upcoming = _next_slots(first, blocks0, rows0, rows1, BN, TWO)
+    if AHEAD:
+        ahead = _load_rows(upcoming, first, blocks0, rows0, rows1, row_stride, TWO, ROW, WORDS)
+        upcoming = _next_slots(first + 1, blocks0, rows0, rows1, BN, TWO)
     for block in range(first, last):
         slots = upcoming
-        upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
-        ok, pages, offset, entries = _places(slots, block, blocks0, rows0, rows1, TWO)
-        if CODED == 2:
-            data = pages + offset.to(tl.int64) * DATA
-            scales_at = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.float32))
-            tail = (data + (CHANNELS - W4 + SCALES)).to(tl.pointer_type(tl.bfloat16))
-            k0 = inline_tile(data, scales_at, ok, 0, BLOCK, MODE, NATIVE, ONCE)
-            k1 = inline_tile(data, scales_at, ok, 1, BLOCK, MODE, NATIVE, ONCE)
-            k2 = inline_tile(data, scales_at, ok, 2, BLOCK, MODE, NATIVE, ONCE)
-            k3 = inline_tile(data, scales_at, ok, 3, BLOCK, MODE, NATIVE, ONCE)
-            k4 = tail_tile(tail, ok, W4, MODE, KEY)
-        elif CODED > 0:
-            data = pages + offset.to(tl.int64) * DATA
-            scales_at = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
-            k0 = block_tile(data, scales_at, ok, 0, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
-            k1 = block_tile(data, scales_at, ok, 128, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
-            k2 = block_tile(data, scales_at, ok, 256, 128, CODED, BLOCK, MODE, NATIVE, ONCE)
-            k3 = block_tile(data, scales_at, ok, 384, W3, CODED, BLOCK, MODE, NATIVE, ONCE)
-            if CODED == 1:
-                tail = (data + (CHANNELS - W4)).to(tl.pointer_type(tl.bfloat16))
-                k4 = tail_tile(tail, ok, W4, MODE, KEY)
-            else:
-                k4 = block_tile(data, scales_at, ok, T3, W4, CODED, BLOCK, MODE, NATIVE, ONCE)
+        if AHEAD:
+            loaded = ahead
+            ahead = _load_rows(slots, block + 1, blocks0, rows0, rows1, row_stride, TWO, ROW, WORDS)
+            upcoming = _next_slots(block + 2, blocks0, rows0, rows1, BN, TWO)
         else:
-            rows = pages + offset.to(tl.int64) * row_stride
-            k0 = plain_tile(rows, ok, 0, 128, CHANNELS, MODE)
-            k1 = plain_tile(rows, ok, 128, 128, CHANNELS, MODE)
-            k2 = plain_tile(rows, ok, 256, 128, CHANNELS, MODE)
-            k3 = plain_tile(rows, ok, 384, W3, CHANNELS, MODE)
-            k4 = plain_tile(rows, ok, T3, W4, CHANNELS, MODE)
+            upcoming = _next_slots(block + 1, blocks0, rows0, rows1, BN, TWO)
+            loaded = _load_rows(slots, block, blocks0, rows0, rows1, row_stride, TWO, ROW, WORDS)
+        ok = loaded[0]
+        if CODED == 0:
+            k0, k1 = plain_tile(loaded[1], MODE, False), plain_tile(loaded[3], MODE, False)
+            k2, k3 = plain_tile(loaded[5], MODE, False), plain_tile(loaded[7], MODE, False)
+            k4 = plain_tile(loaded[9], MODE, False)
+        else:
+            k0 = decode_tile(loaded[1], loaded[2], ok, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k1 = decode_tile(loaded[3], loaded[4], ok, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k2 = decode_tile(loaded[5], loaded[6], ok, CODED, BLOCK, MODE, NATIVE, ONCE)
+            k3 = decode_tile(loaded[7], loaded[8], ok, CODED, BLOCK, MODE, NATIVE, ONCE)
+            if CODED <= 2:
+                k4 = plain_tile(loaded[9], MODE, KEY)
+            else:
+                k4 = decode_tile(loaded[9], loaded[10], ok, CODED, BLOCK, MODE, NATIVE, ONCE)
         s = zeros(BH, BN, KEYS_FIRST)
         s = score(q0, k0, s, KEYS_FIRST)
         s = score(q1, k1, s, KEYS_FIRST)
@@ -689,7 +700,8 @@ def walk_rows(
             else:
                 scales = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
                 if CODED == 4:
-                    rows = nvfp4_tile(data, scales, ok, 0, _ROW, BLOCK, MODE, False, False)
+                    codes, scale = load_tile(data, scales, ok, 0, _ROW, CODED, BLOCK, False)
+                    rows = decode_tile(codes, scale, ok, CODED, BLOCK, MODE, False, False)
                 else:
                     CODES: tl.constexpr = CHANNELS - 64 if CODED == 1 else _ROW
                     rows = coded_rows(data, scales, ok, CODED, BLOCK, CODES, ALIGNED, MODE)
@@ -739,7 +751,7 @@ def decode_kernel(
     CODED: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
     MODE: tl.constexpr, NATIVE: tl.constexpr, ONCE: tl.constexpr, ROW_PARTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Attend one token to a split of its lists, as the top of the file describes.
 
@@ -781,7 +793,8 @@ def decode_kernel(
         )  # fmt: skip
     else:
         peak, top, sums, a0, a1, a2, a3, a4 = walk(
-            queries, span, rows0, rows1, row_stride, (BH, BN, KEYS_FIRST, TWO, ONCE),
+            queries, span, rows0, rows1, row_stride,
+            (BH, BN, KEYS_FIRST, TWO, ONCE, AHEAD, WORDS),
             (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, MODE, NATIVE,
         )  # fmt: skip
         if MODE == 0:
@@ -791,7 +804,8 @@ def decode_kernel(
                 seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
             if seen != seen:
                 peak, top, sums, a0, a1, a2, a3, a4 = walk(
-                    queries, span, rows0, rows1, row_stride, (BH, BN, KEYS_FIRST, TWO, ONCE),
+                    queries, span, rows0, rows1, row_stride,
+                    (BH, BN, KEYS_FIRST, TWO, ONCE, AHEAD, WORDS),
                     (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, 1, NATIVE,
                 )  # fmt: skip
 

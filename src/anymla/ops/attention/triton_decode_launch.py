@@ -253,7 +253,7 @@ def _launch(
         BH=tile.heads, BN=tile.keys, KEYS_FIRST=tile.keys_first, TWO=len(lists) > 1,
         PEAK=to.max_logits is not None, SPLIT=total > 1,
         CHANNELS=channels, VALUES=out.shape[2], MODE=MODES.index(scan.mode),
-        NATIVE=scan.target.native_e4m3, ONCE=tile.once,
+        NATIVE=scan.target.native_e4m3, ONCE=tile.once, AHEAD=tile.ahead, WORDS=tile.words,
         ROW_PARTS=tile.row_parts,
         ALIGNED=tile.row_parts > 0 and all(map(_aligned, lists)),
         **row_constants(first.coded, channels),
