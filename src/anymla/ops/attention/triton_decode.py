@@ -700,8 +700,8 @@ def walk_rows(
             else:
                 scales = scales_of(pages, data, entries, offset, CODED, DATA, SCALES, CHANNELS)
                 if CODED == 4:
-                    codes, scale = load_tile(data, scales, ok, 0, _ROW, CODED, BLOCK, False)
-                    rows = decode_tile(codes, scale, ok, CODED, BLOCK, MODE, False, False)
+                    codes, factors = load_tile(data, scales, ok, 0, _ROW, CODED, BLOCK, False)
+                    rows = decode_tile(codes, factors, ok, CODED, BLOCK, MODE, False, False)
                 else:
                     CODES: tl.constexpr = CHANNELS - 64 if CODED == 1 else _ROW
                     rows = coded_rows(data, scales, ok, CODED, BLOCK, CODES, ALIGNED, MODE)

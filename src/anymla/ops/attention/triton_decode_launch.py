@@ -253,9 +253,10 @@ def _launch(
         BH=tile.heads, BN=tile.keys, KEYS_FIRST=tile.keys_first, TWO=len(lists) > 1,
         PEAK=to.max_logits is not None, SPLIT=total > 1,
         CHANNELS=channels, VALUES=out.shape[2], MODE=MODES.index(scan.mode),
-        NATIVE=scan.target.native_e4m3, ONCE=tile.once, AHEAD=tile.ahead, WORDS=tile.words,
+        NATIVE=scan.target.native_e4m3, ONCE=tile.once, AHEAD=tile.ahead,
+        WORDS=tile.words and all(_aligned(each, 4) for each in lists),
         ROW_PARTS=tile.row_parts,
-        ALIGNED=tile.row_parts > 0 and all(map(_aligned, lists)),
+        ALIGNED=tile.row_parts > 0 and all(_aligned(each, 8) for each in lists),
         **row_constants(first.coded, channels),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -266,9 +267,9 @@ def _far_reaching(listed: RowsParams) -> RowsParams:
     return dataclasses.replace(listed, rows=rows, indices=indices)
 
 
-def _aligned(listed: RowsParams) -> bool:
-    """Return True if coded rows begin at multiples of 8 bytes."""
-    return (listed.page_stride | listed.rows.data_ptr()) % 8 == 0
+def _aligned(listed: RowsParams, unit: int) -> bool:
+    """Return True if coded rows begin at multiples of ``unit`` bytes, 4 or 8."""
+    return (listed.page_stride | listed.rows.data_ptr()) % unit == 0
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:
