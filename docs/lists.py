@@ -24,7 +24,7 @@ PLACES = {
     "AMD": ("gfx942", "gfx950", "gfx1151", "gfx1201"),
     "Intel": ("xpu_pvc", "xpu_dg2", "xpu_bmg"),
 }
-EXECUTED, BUILT, NONE = "●", "○", "-"
+EXECUTED, STOOD_IN, BUILT, NONE = "●", "◐", "○", "-"
 
 
 def summary(package: Path) -> str:
@@ -54,11 +54,9 @@ def rooms() -> list[str]:
 
 def families() -> list[str]:
     """Lines of the table of operation families, as far as something of them is recorded."""
-    ran = {
-        (row["family"], row["target"])
-        for row in _rows("gpu_tests.jsonl")
-        if row["passed"] and not row["failed"]
-    }
+    right = [row for row in _rows("gpu_tests.jsonl") if row["passed"] and not row["failed"]]
+    ran = {(row["family"], row["target"]) for row in right if " as " not in row["device"]}
+    stood_in = {row["target"] for row in right if row["family"] == "all"}
     built = {
         (row["module"].removeprefix("anymla.ops.").partition(".")[0], row["target"])
         for row in _rows("build_matrix.jsonl")
@@ -70,6 +68,8 @@ def families() -> list[str]:
         cells = [
             EXECUTED
             if any((name, target) in ran for target in targets)
+            else STOOD_IN
+            if stood_in & {*targets}
             else BUILT
             if any((name, target) in built for target in targets)
             else NONE

@@ -26,7 +26,9 @@ def test_the_last_run_counts_and_failures_are_counted(tmp_path):
     )
     (tmp_path / "gpu_tests.jsonl").write_text(
         "\n".join(
-            json.dumps({"family": family, "target": "sm_90", "passed": 3, "failed": failed})
+            json.dumps(
+                {"family": family, "target": "sm_90", "passed": 3, "failed": failed, "device": "x"}
+            )
             for family, failed in (("kv_cache", 2), ("moe", 0), ("kv_cache", 0), ("moe", 1))
         )
     )
@@ -35,6 +37,23 @@ def test_the_last_run_counts_and_failures_are_counted(tmp_path):
     assert "| run, 1 of 4 failed, built 1 |" in table
     assert "| shared | built 1 |" in table
     assert table.startswith("| operations | sm_90 |")
+
+
+def test_what_stood_in_for_a_target_is_executed(tmp_path):
+    builds = [
+        {"module": f"anymla.ops.{family}.triton_x", "target": target, "label": "k", "ok": True}
+        for family in ("moe", "kv_cache") for target in ("sm_80", "sm_86")
+    ]  # fmt: skip
+    (tmp_path / "build_matrix.jsonl").write_text("\n".join(map(json.dumps, builds)))
+    runs = [
+        {"family": "all", "target": "sm_80", "passed": 3, "failed": 0},
+        {"family": "moe", "target": "sm_80", "passed": 2, "failed": 1},
+    ]
+    runs = [row | {"device": "NVIDIA H200 as sm_80"} for row in runs]
+    (tmp_path / "gpu_tests.jsonl").write_text("\n".join(map(json.dumps, runs)))
+    lines = support_table(newest(load_rows(tmp_path)))
+    assert "| kv_cache | **executed**, built 1 | built 1 |" in lines
+    assert "| moe | executed, 1 of 3 failed, built 1 | built 1 |" in lines
 
 
 def build(target, label, *, built=True, **facts):

@@ -93,7 +93,7 @@ def load_tile(
         data: uint8 pointers [n] to the rows' codes.
         scales: pointers [n] to their scales: bytes, or float32 where CODED is 2.
         ok: bool [n]; rows where it is False are not read.
-        FIRST: first channel.
+        FIRST: first channel to load.
         WIDTH: number of channels, a power of two.
         CODED: kind of the rows by the numbers of ``config``.
         BLOCK: channels that share a scale.

@@ -1,0 +1,126 @@
+"""Time the portable decode kernel in every tile and split that ``decode_config`` may choose.
+
+``python -m crossrun.ptx sm_80 python -m lab.decode_tiles rows.jsonl`` does so for an older target.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from anymla.bench.environment import environment
+from anymla.bench.gpu import device_facts
+from anymla.bench.gpu_timing import copies_for, gpu_clock
+from anymla.bench.report import append_lines
+from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.ops.attention import CacheRows, sparse_attention
+from anymla.ops.attention import triton_decode_launch as launch
+from anymla.ops.attention.decode_config import Tile
+from anymla.ops.device import Target, target_of
+
+Shape = tuple[int, int, int]  # heads, tokens, slots beside a window of 128
+WINDOW, PAGE = 128, 64
+# Heads and tokens of real steps, and as many drawn at random.
+SHAPES: list[Shape] = [
+    (64, 77, 1024), (64, 8, 1024), (64, 32, 512), (128, 24, 1024), (8, 64, 1024), (16, 128, 512),
+    (32, 96, 700),
+]  # fmt: skip
+SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
+
+
+def shapes(seed: int, count: int = 26) -> Iterator[Shape]:
+    """Yield the fixed shapes, then ``count`` that a seed draws."""
+    yield from SHAPES
+    draw = random.Random(seed)
+    for _ in range(count):
+        heads = draw.choice([8, 16, 32, 64, 64, 128])
+        tokens = draw.choice([1, 2, 4, 6, 12, 20, 40, 60, 90, 150, 300])
+        yield heads, tokens, draw.choice([128, 512, 1024, 2048])
+
+
+def tiles(target: Target) -> Iterator[Tile]:
+    """Yield tiles with rows loaded ahead and not; those that do not fit a target raise there."""
+    words = (False,) if target.native_e4m3 else (False, True)
+    for heads, keys, warps in ((16, 32, 4), (16, 32, 8), (16, 64, 8), (32, 32, 8), (32, 64, 8)):
+        yield Tile(heads, keys, False, warps)
+        for by_words in words:
+            yield Tile(heads, keys, False, warps, ahead=True, words=by_words)
+
+
+def timed(
+    shape: Shape, tile: Tile, splits: int, clock: Any, *, pages: int = 4096
+) -> float:  # fmt: skip
+    """Return the median microseconds of a call in a tile, its lists cut into ``splits``.
+
+    Args:
+        shape: heads, tokens and slots.
+        tile: tile of the kernel.
+        splits: CTAs that share a token's lists.
+        clock: clock of the device, as the benchmarks have it.
+        pages: pages of the cache; slots are drawn from all of them.
+
+    Raises:
+        OutOfResources: the tile does not fit the device.
+    """
+    heads, tokens, slots = shape
+    layout, device = get_layout(MAIN_FP8), clock.device
+    few = layout.allocate(8, PAGE, "cpu")
+    layout.write(few, torch.arange(8 * PAGE), torch.randn(8 * PAGE, layout.channels))
+    cache = few.to(device).repeat(pages // 8, 1, 1)
+    used = tokens * (WINDOW + slots) * layout.entry_bytes
+    calls = []
+    for _ in range(copies_for(used)):
+        q = torch.randn(tokens, heads, layout.channels, device=device).bfloat16()
+        lists = [
+            torch.randint(0, pages * PAGE, (tokens, width), device=device).int()
+            for width in (WINDOW, slots)
+        ]
+        rows = [CacheRows(cache, MAIN_FP8, listed) for listed in lists]
+        calls.append(lambda q=q, rows=rows: sparse_attention(q, rows, backend="triton"))
+    with (
+        mock.patch.object(launch, "choose_tile", return_value=tile),
+        mock.patch.object(launch, "choose_splits", return_value=splits),
+    ):
+        return float(clock.time_us(calls))
+
+
+def measured(target: Target, clock: Any, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each shape and tile, with the microseconds by number of splits."""
+    from triton.runtime.errors import OutOfResources
+
+    for shape in shapes(seed):
+        heads, tokens, slots = shape
+        for tile in tiles(target):
+            steps = -(-(WINDOW + slots) // tile.keys)
+            if tile.heads >= 2 * max(heads, 16):
+                continue
+            taken: dict[str, float] = {}
+            try:
+                for splits in SPLITS:
+                    if splits <= steps:
+                        taken[str(splits)] = round(timed(shape, tile, splits, clock), 1)
+            except OutOfResources:
+                continue
+            yield {
+                "part": "decode tile", "heads": heads, "tokens": tokens, "slots": slots,
+                "tile": [tile.heads, tile.keys, tile.warps], "ahead": tile.ahead,
+                "words": tile.words, "us_by_splits": taken,
+            }  # fmt: skip
+
+
+def main(path: Path, seed: int = 7) -> None:
+    """Append the rows of this device to a file."""
+    clock = gpu_clock()
+    facts = environment("python -m lab.decode_tiles") | device_facts()
+    for row in measured(target_of(clock.device), clock, seed):
+        append_lines(path, [row | facts])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
