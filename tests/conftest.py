@@ -17,7 +17,7 @@ SLOW = Path(__file__).with_name("slow.txt")
 @pytest.hookimpl(tryfirst=True)  # before "-m" selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of slow.txt, and skip those that this machine cannot run."""
-    slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+    slow = set(SLOW.read_text(encoding="utf-8").splitlines()) if SLOW.exists() else set()
     for item in items:
         if item.nodeid in slow:
             item.add_marker("slow")

@@ -6,8 +6,8 @@ A CTA walks over its split of the token's lists in blocks of ``BN`` columns, fir
 cache, then those of the other. It keeps a running maximum, sums of probabilities and five
 accumulators (128 + 128 + 128 + 64 + 64 channels for V4's rows), or four where the last tile is not
 part of the value (V3.2's rows). Scores are summed over one product per tile. The slots of the next
-block are read while this block is computed. With ``SPLIT`` the CTAs of a token store partials for
-``triton_decode_combine``.
+block are read while this block is computed; with ``AHEAD`` its rows are as well, which wait in
+registers as codes. With ``SPLIT`` the CTAs of a token store partials for ``triton_decode_combine``.
 
 Products are heads x rows, or, with ``KEYS_FIRST`` (swap_ab), rows x heads, which pads no heads
 where a matrix instruction wants 64 rows. Scores are [heads, rows] or [rows, heads], accumulators
