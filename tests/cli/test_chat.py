@@ -188,6 +188,11 @@ class Terminal:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    def interrupt_the_prompt(self) -> None:
+        """Ctrl-C once it waits for a line: a moment before, input() heeds it at the next key."""
+        time.sleep(2)
+        self.interrupt()
+
     def ends_with(self) -> int:
         try:
             return self.process.wait(60)
@@ -214,9 +219,7 @@ def test_ctrl_c_ends_the_answer_and_then_the_program(tiny) -> None:
     _, new, whole = map(int, SPEED.search(said).groups()[:3])
     assert whole == prompt + count + 1 + 1 + 4 + 2
     assert new <= 1 + 1 + 1 + 4 + 2
-    # Between the prompt and the wait for a line, input() heeds a signal at the next key only.
-    time.sleep(2)
-    terminal.interrupt()
+    terminal.interrupt_the_prompt()
     assert terminal.ends_with() == 130
 
 
@@ -243,5 +246,5 @@ def test_thinking_is_dimmed_on_a_terminal(tiny) -> None:
 def test_ctrl_c_at_the_first_message_ends_the_program(tiny) -> None:
     terminal = Terminal("--checkpoint", tiny, "--max-new-tokens", 4)
     terminal.wait_for("> ")
-    terminal.interrupt()
+    terminal.interrupt_the_prompt()
     assert terminal.ends_with() == 130
