@@ -144,9 +144,6 @@ def judgement(build: Build, target: Target) -> Judgement:
     if target.name.startswith("gfx1"):
         # RDNA has no registers for queries as matrix operands, whatever the tile.
         return Judgement(matrix, spills=1500)
-    if build.constants["AHEAD"] and build.num_warps == 4:
-        # Known to be faster than 8 warps without spills, see ``decode_config``.
-        return Judgement(matrix, spills=160)
     if build.constants["BH"] == 64:
         # 64 heads x 512 channels of sums are half of all registers of an H200's SM, and it is still
         # the fastest tile there.

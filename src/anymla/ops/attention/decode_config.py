@@ -489,12 +489,10 @@ _MANY_HEADS = Tile(64, 64, False, 8, once=False)
 # Other NVIDIA GPUs load a block of rows while they compute the one before. Executed as PTX of sm_80
 # on an H200, 64 heads and 77 requests of 128 + 1,024 rows: 325 us without, 206 with it (16 x 32),
 # 183 with 32 heads x 64 rows, which need this shared memory. As sm_89: 266, 188, and 203 with
-# 32 x 32, which reads rows half as often and spills nothing.
+# 32 x 32, which reads rows half as often and spills nothing. 16 heads and 128 requests of 128 + 512
+# rows: as sm_80 55 us by 4 warps and 72 by 8, as sm_89 47 by 16 x 64. Tiles of other targets are
+# those that spill nothing.
 _AHEAD_SHARED_BYTES = 160 * _KIB
-# For few heads, 4 warps spill up to 117 registers and are still faster than 8, which spill none: 55
-# and 72 us for 16 heads and 128 requests of 128 + 512 rows, as sm_80. Targets that no run stood in
-# for have 8.
-_AHEAD_FEW_WARPS = ("sm_80", "sm_86", "sm_89")
 # Rows in whose time such a CTA starts and ends, and partials are combined; and the time of a step
 # where two CTAs share an SM. From 33 shapes, 26 of them random, each cut in up to 13 ways, as sm_80
 # on an H200: the chosen cut takes at most 4 % longer than the fastest of these.
@@ -541,6 +539,7 @@ def choose_tile(
     values: int = 512,
     *,
     tailless: bool = False,
+    packed: bool = False,
 ) -> Tile:
     """Choose the tile of the portable kernel.
 
@@ -553,6 +552,7 @@ def choose_tile(
         channels: channels per row.
         values: leading channels of a row that are the value.
         tailless: True if some rows are e4m3 codes throughout.
+        packed: True if some rows are NVFP4.
     """
     one_step = _ONE_STEP_CODES if tailless else _ONE_STEP
     fits = channels <= _ROW_CHANNELS and values <= _ROW_VALUES
@@ -573,7 +573,7 @@ def choose_tile(
         return Tile(16, 32, False, 4)
     if target.name != "sm_90":
         if mode == "float16":
-            return _ahead_tile(heads, target, channels, tailless)
+            return _ahead_tile(heads, target, channels, dense=tailless or packed)
         # Plain rows have no registers for a block ahead. 32 heads and 32 rows of more than 512
         # channels are 104 KiB.
         fits = channels <= 512 or target.shared_bytes >= 128 * _KIB
@@ -588,19 +588,22 @@ def choose_tile(
     return _FEW_HEADS if heads <= 16 else _HALF_HEADS
 
 
-def _ahead_tile(heads: int, target: Target, channels: int, tailless: bool) -> Tile:
-    """Choose the tile for coded rows on NVIDIA's GPUs other than Hopper, with rows loaded ahead."""
+def _ahead_tile(heads: int, target: Target, channels: int, *, dense: bool) -> Tile:
+    """Choose the tile for coded rows on NVIDIA's GPUs other than Hopper, with rows loaded ahead.
+
+    ``dense`` is True for V4.1's rows, which have more scales and are larger when decoded by words.
+    """
     ampere = not target.native_e4m3
     large = ampere and target.shared_bytes >= _AHEAD_SHARED_BYTES
     if heads > 16:
-        # V4.1's rows, which have more scales, spill more than is accepted there.
-        if large and channels <= 512 and not tailless:
+        if large and channels <= 512 and not dense:
             return Tile(32, 64, False, 8, ahead=True, words=True)
         return Tile(32, 32, False, 8, ahead=True)
-    if tailless or target.name not in _AHEAD_FEW_WARPS:
-        return Tile(16, 32, False, 8, ahead=True, words=large)
-    # Decoding by words takes 76 KiB for 49, and two of 49 fill an SM of 100 KiB.
-    return Tile(16, 32, False, 4, ahead=True, words=large, per_sm=2)
+    if large and not dense:
+        return Tile(16, 32, False, 4, ahead=True, words=True, per_sm=2)
+    if target.name == "sm_89" and not dense:
+        return Tile(16, 64, False, 8, ahead=True)
+    return Tile(16, 32, False, 8, ahead=True, words=large)
 
 
 def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
@@ -625,6 +628,7 @@ def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
     return -(-steps // -(-steps // most))
 
 
+@functools.lru_cache(1024)
 def _splits_by_waves(ctas: int, steps: int, tile: Tile, sm_count: int) -> int:
     """Choose the splits whose waves of CTAs should end first; arguments as in ``choose_splits``."""
     start, combine = _START_ROWS / tile.keys, _COMBINE_ROWS / tile.keys
@@ -634,7 +638,7 @@ def _splits_by_waves(ctas: int, steps: int, tile: Tile, sm_count: int) -> int:
         shared = _SHARED_SM if ctas * splits > sm_count and tile.per_sm > 1 else 1.0
         return waves * shared * (-(-steps // splits) + start) + combine * (splits > 1)
 
-    # Of numbers whose longest split is the same, the fewest.
+    # Several numbers of splits have the same longest split; only the smallest of them is tried.
     counts = {-(-steps // each) for each in range(1, steps + 1)}
     return min(sorted(counts), key=duration)
 

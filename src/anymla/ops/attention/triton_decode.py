@@ -127,6 +127,26 @@ def load_tile(
 
 
 @triton.jit
+def _decoded_words(words, factor, MODE: tl.constexpr):
+    """Decode the four e4m3 codes of int32 words, in order, and multiply them by ``factor``.
+
+    ``factor`` has the type that ``decode_tile`` gives it, float16 in MODE 0 and float32 elsewhere.
+    """
+    c0, c1, c2, c3 = e4m3_words_to_fp16(words)
+    if MODE == 0:
+        factor = factor * E4M3_WORD_UNIT
+        c0, c1, c2, c3 = c0 * factor, c1 * factor, c2 * factor, c3 * factor
+    else:
+        # Apply unit and scale one at a time: the product of the unit and the largest scales is
+        # infinite.
+        c0 = narrow((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+        c1 = narrow((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+        c2 = narrow((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+        c3 = narrow((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def decode_tile(
     codes, scale, ok, CODED: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
     NATIVE: tl.constexpr, ONCE: tl.constexpr,
@@ -181,18 +201,7 @@ def decode_tile(
         x = tl.reshape(x, [ROWS, WIDTH // BLOCK, BLOCK]) * factor[:, :, None]
         rows = narrow(tl.reshape(x, [ROWS, WIDTH]), MODE)
     elif codes.dtype == tl.int32:
-        c0, c1, c2, c3 = e4m3_words_to_fp16(codes)
-        if MODE == 0:
-            factor = (factor * E4M3_WORD_UNIT)[:, :, None]
-            c0, c1, c2, c3 = c0 * factor, c1 * factor, c2 * factor, c3 * factor
-        else:
-            factor = factor[:, :, None]
-            # Apply unit and scale one at a time: the product of the unit and the largest scales is
-            # infinite.
-            c0 = narrow((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
-            c1 = narrow((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
-            c2 = narrow((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
-            c3 = narrow((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+        c0, c1, c2, c3 = _decoded_words(codes, factor[:, :, None], MODE)
         rows = tl.join(tl.join(c0, c2), tl.join(c1, c3))
         rows = tl.reshape(rows, [codes.shape[0], codes.shape[1] * BLOCK])
     else:
@@ -588,14 +597,7 @@ def coded_rows(
         factor = tl.load(at, mask=ok[:, None], other=0.0)
     else:
         factor = ue8m0_to_fp32(tl.load(at, mask=ok[:, None] & coded, other=127))
-    factor = factor[:, :, None]
-    c0, c1, c2, c3 = e4m3_words_to_fp16(words)
-    # Apply unit and scale one at a time: the product of the unit and the largest scales is
-    # infinite.
-    c0 = narrow((c0 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
-    c1 = narrow((c1 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
-    c2 = narrow((c2 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
-    c3 = narrow((c3 * E4M3_WORD_UNIT).to(tl.float32) * factor, MODE)
+    c0, c1, c2, c3 = _decoded_words(words, factor[:, :, None], MODE)
     if CODES < _ROW:
         # Four channels of the tail take two words in the place of one word of codes.
         at = (data - CODES)[:, None, None]

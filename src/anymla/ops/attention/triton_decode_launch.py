@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
 from anymla.formats.pages import PageLayout
-from anymla.formats.records import PlainRowsLayout, SplitFp8Layout
+from anymla.formats.records import PlainRowsLayout, RowNvfp4Layout, SplitFp8Layout
 from anymla.ops import device as device_facts
 from anymla.ops._epilogue import InverseRopeQuant, QuantizedOut
 from anymla.ops._triton_epilogue import inverse_rope_quantize
@@ -174,7 +174,10 @@ def attend(
     # A batch-invariant call must add in the same order whatever the number of tokens.
     width = None if batch_invariant else tokens
     tailless = any(_is_tailless(each.coded) for each in lists)
-    tile = choose_tile(heads, keys, width, mode, target, channels, values, tailless=tailless)
+    packed = any(isinstance(each.coded, RowNvfp4Layout) for each in lists)
+    tile = choose_tile(
+        heads, keys, width, mode, target, channels, values, tailless=tailless, packed=packed
+    )
     if batch_invariant:
         splits = invariant_splits(keys, tile)
     else:
