@@ -1,11 +1,17 @@
 """The sweep over tiles and splits of the portable decode kernel."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from anymla.bench.cpu_clock import CpuClock
 from anymla.ops.attention.decode_config import Tile, choose_tile
 from anymla.ops.device import TARGETS, has_triton
 from lab import decode_tiles
+from lab.page.rows import load_rows
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_89", "sm_120"])
@@ -26,7 +32,15 @@ def test_shapes_are_those_of_the_seed():
     assert list(decode_tiles.shapes(3, 0)) == decode_tiles.SHAPES
 
 
+def test_recorded_shapes_are_drawn_again():
+    drawn = set(decode_tiles.shapes(7))
+    for row in load_rows(RESULTS):
+        if row.get("part") == "decode tile":
+            assert (row["heads"], row["tokens"], row["slots"]) in drawn
+
+
 @pytest.mark.skipif(not has_triton(), reason="triton is an extra")
 def test_a_call_is_timed_in_its_tile():
     tile = Tile(16, 32, False, 4, ahead=True, words=True)
-    assert decode_tiles.timed((2, 1, 40), tile, 2, CpuClock(), pages=8) > 0
+    made = decode_tiles.calls((2, 1, 40), torch.device("cpu"), pages=8)[:1]
+    assert decode_tiles.timed(made, tile, 2, CpuClock()) > 0
