@@ -66,7 +66,7 @@ def calls(shape: Shape, device: torch.device, *, pages: int = 4096) -> list[Call
     few = layout.allocate(8, PAGE, "cpu")
     layout.write(few, torch.arange(8 * PAGE), torch.randn(8 * PAGE, layout.channels))
     cache = few.to(device).repeat(pages // 8, 1, 1)
-    made = []
+    made: list[Callable[[], Any]] = []
     for _ in range(copies_for(tokens * (WINDOW + slots) * layout.entry_bytes)):
         q = torch.randn(tokens, heads, layout.channels, device=device).bfloat16()
         lists = [
