@@ -226,11 +226,14 @@ def test_a_child_without_the_package_finds_it(tmp_path):
     assert done.stdout.strip() == "True True"
 
 
-def test_the_command_line_runs_a_command():
-    words = [sys.executable, "-m", "crossrun.ptx", "sm_89", sys.executable, "-c"]
-    code = "from crossrun import ptx; print(ptx.installed().name)"
+@pytest.mark.parametrize(("options", "sms"), [([], 108), (["--all-sms"], 132)])
+def test_the_command_line_runs_a_command(options, sms):
+    words = [sys.executable, "-m", "crossrun.ptx", *options, "sm_80", sys.executable, "-c"]
+    code = (
+        "from crossrun import ptx; print(ptx.installed().name, ptx._sm_count(132, ptx.installed()))"
+    )
     done = subprocess.run([*words, code], capture_output=True, text=True, check=True)
-    assert done.stdout == "sm_89\n"
+    assert done.stdout == f"sm_80 {sms}\n"
 
 
 @pytest.mark.parametrize("words", [[], ["sm_80"], ["sm_75", "true"]])

@@ -21,6 +21,7 @@ from typing import Any
 from crossrun.ptx.import_hook import after_import
 
 VARIABLE = "CROSSRUN_PTX_TARGET"
+ALL_SMS_VARIABLE = "CROSSRUN_PTX_ALL_SMS"
 _STARTUP = str(Path(__file__).parent / "startup")  # the folder of sitecustomize.py
 
 
@@ -69,7 +70,7 @@ def installed() -> OlderTarget | None:
     return TARGETS.get(os.environ.get(VARIABLE, ""))
 
 
-def install(target: str) -> None:
+def install(target: str, *, all_sms: bool = False) -> None:
     """Execute Triton's kernels as an older target, in this process and in those it starts.
 
     Call it before the first kernel is compiled; torch and Triton may be imported or not. Nothing
@@ -77,6 +78,8 @@ def install(target: str) -> None:
 
     Args:
         target: "sm_80", "sm_86", "sm_89" or "sm_90".
+        all_sms: True to report the SMs of the GPU at hand instead of the target's number, for
+            programs whose compiled CUDA operations size workspaces by it.
 
     Raises:
         ValueError: the target is not one of these.
@@ -88,7 +91,7 @@ def install(target: str) -> None:
     before = os.environ.get(VARIABLE)
     if before not in (None, "", target):
         raise WrongTarget(f"this process executes as {before} already, and was asked for {target}")
-    os.environ |= environment(target)
+    os.environ |= environment(target, all_sms=all_sms)
     _patch_once()
 
 
@@ -105,7 +108,7 @@ def require_newer_gpu() -> None:
     torch.cuda.get_device_properties()
 
 
-def environment(target: str) -> dict[str, str]:
+def environment(target: str, *, all_sms: bool = False) -> dict[str, str]:
     """Return the environment variables by which a child process executes as an older target.
 
     ``PYTHONPATH`` leads Python to a ``sitecustomize`` that installs the target, and
@@ -118,6 +121,7 @@ def environment(target: str) -> dict[str, str]:
         VARIABLE: target,
         "PYTHONPATH": os.pathsep.join([_STARTUP, *(path for path in paths if path != _STARTUP)]),
         "TRITON_CACHE_DIR": own,
+        **({ALL_SMS_VARIABLE: "1"} if all_sms else {}),
     }
 
 
@@ -146,7 +150,7 @@ class DeviceProperties:
             "name": f"{real.name} as {target.name}",
             "major": target.capability[0],
             "minor": target.capability[1],
-            "multi_processor_count": min(real.multi_processor_count, target.sm_count),
+            "multi_processor_count": _sm_count(real.multi_processor_count, target),
             "max_threads_per_multi_processor": target.threads_per_sm,
             "shared_memory_per_block_optin": target.shared_bytes,
             "shared_memory_per_multiprocessor": target.shared_bytes_per_sm,
@@ -174,6 +178,11 @@ def _patch_torch(target: OlderTarget, cuda: ModuleType) -> None:
 
     get_device_properties.real = real  # type: ignore[attr-defined]
     cuda.get_device_properties = get_device_properties  # type: ignore[attr-defined]
+
+
+def _sm_count(real: int, target: OlderTarget) -> int:
+    # Compiled CUDA operations ask the driver, and refuse a workspace that was sized for fewer SMs.
+    return real if os.environ.get(ALL_SMS_VARIABLE) == "1" else min(real, target.sm_count)
 
 
 def _require_newer(name: str, capability: tuple[int, int], target: OlderTarget) -> None:
@@ -239,7 +248,7 @@ def _patch_driver(target: OlderTarget, driver: ModuleType) -> None:
         def get_device_properties(device: int) -> dict[str, int]:
             found = dict(real(device))
             found["max_shared_mem"] = min(found["max_shared_mem"], target.shared_bytes)
-            found["multiprocessor_count"] = min(found["multiprocessor_count"], target.sm_count)
+            found["multiprocessor_count"] = _sm_count(found["multiprocessor_count"], target)
             return found
 
         return get_device_properties
