@@ -89,7 +89,7 @@ class Served:
         if ON_GPU:
             graphs = {"cudagraph_mode": asked.graphs, "cudagraph_capture_sizes": captured(asked)}
             options["compilation_config"] = graphs
-            options["kernel_config"] = {"enable_jit_warmup": False}
+            options["kernel_config"] = {"enable_jit_warmup": asked.rehearse}
             options["enable_sleep_mode"] = asked.sleep
         self.llm = Engine(
             str(checkpoint),
@@ -169,12 +169,14 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.3, help="share of the device")
     parser.add_argument("--cache-gib", type=int, default=2)
     parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--rehearse", action="store_true", help="compile kernels at the start")
     asked = parser.parse_args()
     mode = os.environ.get("ANYMLA_VLLM", "auto")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         served = Served(asked, fitted(Path(place) / "padded", asked.gpus, asked.drafter))
-    print(f"started in {time.perf_counter() - began:.0f} s", flush=True)
+    started = round(time.perf_counter() - began)
+    print(f"started in {started} s", flush=True)
     hidden = [
         hide(served.model, served.text, length, depth, seed=round(100 * depth) + length)
         for length in asked.lengths
@@ -184,7 +186,8 @@ def main() -> None:
         sys.argv[2:]
     )
     options = {name: value for name, value in vars(asked).items() if name != "rows"}
-    common = {"backend": mode, "vllm": installed_version(), **options, **environment(command)}
+    common = {"backend": mode, "vllm": installed_version(), "started_s": started}
+    common |= options | environment(command)
     if ON_GPU:
         from anymla.bench.gpu import device_facts
 
