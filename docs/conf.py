@@ -1,15 +1,19 @@
 """Settings of the documentation (`make docs`)."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import itertools
 import pathlib
 import pkgutil
 import re
-
-from sphinx.application import Sphinx
+from typing import TYPE_CHECKING
 
 import anymla.ops
+
+if TYPE_CHECKING:  # a test of these settings runs without Sphinx
+    from sphinx.application import Sphinx
 
 _INIT = pathlib.Path(__file__).parents[1] / "src" / "anymla" / "__init__.py"
 
