@@ -121,6 +121,11 @@ class RowRecorder:
             place = self._place(section, name, tensor.dtype, shape)
         self._waiting.append((section, place, tensor.detach()))
 
+    @property
+    def pending(self) -> int:
+        """Number of noted tensors that the next ``flush`` will copy."""
+        return len(self._waiting)
+
     def flush(self) -> None:
         """Copy the noted tensors' rows, on the current stream."""
         waiting, self._waiting = self._waiting, []

@@ -6,19 +6,22 @@ import json
 import logging
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from anymla.audit.auditor import Auditor
+from anymla.audit.rows import RowRecorder
 from anymla.audit.settings import Settings
 from anymla.engines.vllm.audit import Hooks
 from anymla.engines.vllm.audit.at_rest import RowsAtRest
 from anymla.engines.vllm.audit.streams import StreamCalls
 from anymla.engines.vllm.audit.table import METHODS
+from anymla.engines.vllm.pinned import CUDA_MODELS
 from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.formats.page_layout import MAIN_FP8, get_layout
@@ -164,11 +167,41 @@ class Model(nn.Module):
         return self.model.layers[0].ffn(hidden, positions.int())
 
 
+def stand_in(module: str) -> ModuleType:
+    """Put a module in the place of one of vLLM's CUDA models, with a sum of streams to call."""
+    made = ModuleType(module)
+    made.mhc_post_tilelang = lambda x, residual, post, comb: residual
+    sys.modules[module] = made
+    return made
+
+
+def capture_a_draft(hooks: Hooks, model: ModuleType, draft: ModuleType) -> list[str]:
+    """Call sums of streams as while vLLM captures a draft model's graph, of one token.
+
+    Returns:
+        The names of the modules, of the model's and the draft's, whose call was recorded.
+    """
+    streams = torch.zeros(1, 4, WIDTH)
+    given = (torch.zeros(1, WIDTH), streams, torch.zeros(1, 4), torch.zeros(1, 4, 4))
+    found = []
+    hooks.recorder.tokens = 1
+    with mock.patch.object(RowRecorder, "captured", new_callable=mock.PropertyMock) as captured:
+        captured.return_value = True
+        for module in (draft, model):
+            module.mhc_post_tilelang(*given)
+            if hooks.recorder.pending:
+                found.append(module.__name__)
+    hooks.recorder.flush()
+    return found
+
+
 def main(answer: Path) -> None:
     torch.manual_seed(0)
+    cuda_model, mtp = stand_in(CUDA_MODELS[0]), stand_in(CUDA_MODELS[1])
     model = Model()
     auditor = Auditor(Settings(every=1, requests=2), logging.getLogger("audit"), {})
     hooks = Hooks(model, auditor)
+    hooks.streams.wrap_functions()
     positions = torch.arange(TOKENS)
     slots = SimpleNamespace(
         slot_mapping=positions,
@@ -192,9 +225,10 @@ def main(answer: Path) -> None:
             auditor.drain()
         told[name] = {n: (tally.judged, tally.alarms) for n, tally in auditor.tallies.items()}
         auditor.tallies.clear()
+    recorded = capture_a_draft(hooks, cuda_model, mtp)
     kinds = (*METHODS, StreamCalls, RowsAtRest)
     judged_by = sorted({name for kind in kinds for name in kind.judged_by})
-    words = {**told, "skipped": auditor.skipped, "judged_by": judged_by}
+    words = {**told, "recorded": recorded, "skipped": auditor.skipped, "judged_by": judged_by}
     answer.write_text(json.dumps(words))
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 from servers import look_up, needs_vllm
 
 from anymla.audit import CHECKS
+from anymla.engines.vllm.pinned import CUDA_MODELS
 
 pytestmark = needs_vllm
 
@@ -12,6 +13,8 @@ def test_products_are_judged_where_their_weights_can_be_read(tmp_path: Path) -> 
     answer = look_up("audited_products.py", tmp_path, "off")
     assert answer["skipped"] == 0
     assert answer["judged_by"] == sorted(CHECKS)
+    # What a draft model's graph calls is no part of the model's passes, and is not kept for them.
+    assert answer["recorded"] == [CUDA_MODELS[0]]
     right = answer["right"]
     assert set(right) == {"linear", "experts", "router", "slots"}
     assert not any(alarms for _, alarms in right.values())

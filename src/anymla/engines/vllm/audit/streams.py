@@ -17,6 +17,7 @@ from anymla.engines.vllm.audit.method import Layer, Method, Watch
 from anymla.engines.vllm.audit.sample import HEAD, Sample
 from anymla.engines.vllm.pinned import CUDA_MODELS
 
+_MODEL = CUDA_MODELS[0]  # module of the audited model on CUDA; the others are of draft models
 _GATES = ("h", "post", "comb", "y")  # tensors of a case of hc_pre
 _SUMS = ("u", "h", "post", "comb", "streams")  # tensors of a case of hc_post
 # Weights and numbers of gates, which are given beside a step's tensors.
@@ -88,12 +89,15 @@ class StreamCalls:
                 module.forward = self._around(found, module.forward)
 
     def wrap_functions(self) -> None:
-        """Look at the functions that vLLM's CUDA models call."""
-        for module in CUDA_MODELS:
-            held = vars(sys.modules[module]) if module in sys.modules else {}
-            for call in _CALLS:
-                if call.function in held:
-                    held[call.function] = self._around(call, held[call.function])
+        """Look at the functions that vLLM's CUDA model calls.
+
+        Draft models import functions of the same names. Their calls belong to no pass of the
+        audited model: what a graph of a draft recorded would be copied in the model's next pass.
+        """
+        held = vars(sys.modules[_MODEL]) if _MODEL in sys.modules else {}
+        for call in _CALLS:
+            if call.function in held:
+                held[call.function] = self._around(call, held[call.function])
 
     def plan_head(self, sample: Sample) -> None:
         """Plan the cases of what follows the last layer."""
