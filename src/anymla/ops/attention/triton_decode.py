@@ -805,9 +805,12 @@ def decode_kernel(
             if not KEY:
                 seen += tl.sum(tl.sum(a4 * 0.0, 1), 0)
             if seen != seen:
+                # Rarely taken. Without splits, V4's rows are decoded for each product there: this
+                # saves the registers that would spill beside the sink's.
                 peak, top, sums, a0, a1, a2, a3, a4 = walk(
                     queries, span, rows0, rows1, row_stride,
-                    (BH, BN, KEYS_FIRST, TWO, ONCE, AHEAD, WORDS),
+                    (BH, BN, KEYS_FIRST, TWO, ONCE and (SPLIT or not AHEAD or CODED != 1),
+                     AHEAD, WORDS),
                     (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, 1, NATIVE,
                 )  # fmt: skip
 
