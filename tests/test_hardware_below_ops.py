@@ -13,7 +13,7 @@ import pytest
 import anymla
 
 ROOT = Path(anymla.__path__[0])
-ROOMS = ("layers", "model", "runtime", "engines", "compat")
+ROOMS = ("layers", "model", "runtime", "engines", "compat", "train")
 # Facts about a device's architecture, and files that say how a kernel is launched.
 FACTS = {"Target", "target_of", "has_triton", "has_gluon", "has_pdl", "target_has_pdl", "runs_on"}
 LAUNCHING = re.compile(
