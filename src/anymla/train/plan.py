@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -71,7 +72,7 @@ class Plan:
         exact: int | None = None
         if starts.is_cpu and not torch.compiler.is_compiling():
             ends: list[int] = starts.tolist()
-            lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+            lengths = [end - start for start, end in itertools.pairwise(ends)]
             if ends[0] != 0 or min(lengths, default=0) < 0:
                 raise ValueError(f"Plan: cu_seqlens must ascend from 0, got {ends}")
             tokens = ends[-1] if tokens is None else tokens

@@ -4,6 +4,7 @@ from anymla.ops._epilogue import InverseRopeQuant
 from anymla.ops.attention.cache_rows import CacheRows
 from anymla.ops.attention.interface import (
     prefill_attention,
+    prefill_attention_backward,
     sparse_attention,
     sparse_attention_plan,
     sparse_attention_rows,
@@ -13,6 +14,7 @@ __all__ = [
     "CacheRows",
     "InverseRopeQuant",
     "prefill_attention",
+    "prefill_attention_backward",
     "sparse_attention",
     "sparse_attention_plan",
     "sparse_attention_rows",

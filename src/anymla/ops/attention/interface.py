@@ -30,6 +30,7 @@ from anymla.ops.registry import (
     check,
     operation,
     require,
+    wide_dtype,
 )
 
 VALUE_DIM = 512
@@ -259,6 +260,132 @@ def prefill_attention(
     require(entries >= 0, name, "entries", "at least 0", entries)
 
 
+def _gradients(
+    dout: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    *,
+    gradients: str = "all",
+    drows: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the gradients of ``prefill_attention``."""
+    wide = wide_dtype(q.dtype)
+    queries = q if gradients != "rows" else q[:0]
+    listed = rows if gradients != "queries" else rows[:0]
+    return (
+        torch.empty_like(queries, memory_format=torch.contiguous_format),
+        torch.empty_like(listed, dtype=wide, memory_format=torch.contiguous_format),
+        torch.empty(q.shape[1], dtype=wide, device=q.device),
+    )
+
+
+@operation(mutates=("drows", "mass"), outputs=_gradients)
+def prefill_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    ranges: Tensor,
+    lists: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    window: int,
+    entries: int = 0,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+    gradients: str = "all",
+    deterministic: bool = False,
+    drows: Tensor | None = None,
+    mass: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of ``prefill_attention``.
+
+    With s[j] = scale * <q[t, h], row[j]> over the rows named for a token, in both ranges, and
+
+        L[t, h]  = log(exp(lse[t, h]) + exp(sink[h]))            p[j] = exp(s[j] - L[t, h])
+        delta    = <dout[t, h], out[t, h]>
+        ds[j]    = p[j] (<dout[t, h], row[j]> - delta) + dlse[t, h] exp(s[j] - lse[t, h])
+
+        dq[t, h] = scale sum_j ds[j] row[j]
+        drows[n] = sum over all (t, h, j) that name row n of  scale ds[j] q[t, h] + p[j] dout[t, h]
+        dsink[h] = -sum_t exp(sink[h] - L[t, h]) delta[t, h]
+
+    A row that is named twice counts twice. A row that is named by no token has gradient 0, whatever
+    lies in it. A token without rows has gradient 0 and adds nothing; sinks of -inf and +inf have
+    gradient 0, and with +inf nothing but dlse reaches q and rows.
+
+    Args:
+        dout: gradient of the output, [T, H, D] of q's dtype.
+        q: queries as for ``prefill_attention``, [T, H, D] floating point.
+        rows: rows as for ``prefill_attention``, [N, D] floating point.
+        ranges: two row ranges of each token, [T, 4] int32, as for ``prefill_attention``.
+        lists: entries selected for each token, [T, K] int32; None for the whole second range.
+        out: output of ``prefill_attention`` without an epilogue, [T, H, D] floating point; None if
+            ``delta`` is given.
+        lse: lse of ``prefill_attention``, natural and without the sink: [T, H] float32 (float64 for
+            float64 q).
+        window: largest number of rows of a window, as for ``prefill_attention``.
+        entries: largest number of entries of a token, as for ``prefill_attention``.
+        sink: one logit per head that carries no value, [H] float32 or float64; None for no sink.
+        scale: factor of the scores; None for D ** -0.5.
+        dlse: gradient of lse, [T, H] of lse's dtype; None for 0.
+        delta: sums <dout, out> of each head, [T, H] of lse's dtype, for callers that have the
+            output in float32: of a 16-bit output they are the largest error. None to compute them.
+        gradients: "all", or "queries" for dq and dsink alone, or "rows" for drows and dsink alone;
+            what is left out is returned without tokens or rows.
+        deterministic: True for the same bits in every run, and for a sequence the same bits in any
+            batch. It may be slower.
+        drows: tensor that the gradient of rows is added to, [N, D] of lse's dtype, contiguous; None
+            to begin with 0.
+        mass: tensor for the probabilities of the second range, summed over heads, [T, K] with lists
+            and [T, entries] without, of lse's dtype; columns that name no row get 0. None for no
+            such result.
+        backend: name of the backend that runs; None for the best that can.
+
+    Returns:
+        dq [T, H, D] of q's dtype, drows [N, D] of lse's dtype (``drows`` if given), and dsink [H]
+        of lse's dtype (0 without a sink).
+
+    Numerics: scores are computed again from the given q and rows; sums in float32 or wider. For
+    16-bit q and rows, p and scale * ds are rounded to that type before they weigh anything.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device, or a negative bound.
+
+    Source: DeepSeek-V4's attention with sink (inference/model.py), differentiated;
+    docs/training.md.
+    """
+    name = "prefill_attention_backward"
+    wide = torch.promote_types(q.dtype, torch.float32) if isinstance(q, Tensor) else torch.float32
+    dims = check(
+        name,
+        q=(q, "T H D", FLOATS),
+        dout=(dout, "T H D", FLOATS),
+        rows=(rows, "N D", FLOATS),
+        ranges=(ranges, "T 4", INT32),
+        lists=(lists, "T K", INT32),
+        out=(out, "T H D", FLOATS),
+        lse=(lse, "T H", wide),
+        sink=(sink, "H", FLOAT32_UP),
+        dlse=(dlse, "T H", wide),
+        delta=(delta, "T H", wide),
+        drows=(drows, "N D", wide),
+    )
+    require(window >= 0, name, "window", "at least 0", window)
+    require(entries >= 0, name, "entries", "at least 0", entries)
+    check(name, dims=dims | {"K": dims.get("K", entries)}, mass=(mass, "T K", wide))
+    require(dout.dtype == q.dtype, name, "dout", f"of q's dtype {q.dtype}", dout.dtype)
+    require(out is not None or delta is not None, name, "out", "given without delta", out)
+    known = gradients in ("all", "queries", "rows")
+    require(known, name, "gradients", "all, queries or rows", gradients)
+    if drows is not None:
+        require(drows.is_contiguous(), name, "drows", "contiguous", list(drows.stride()))
+
+
 def _check_rows(name: str, q: Tensor, rows: Sequence[CacheRows], dims: dict[str, int]) -> None:
     """Check the caches and lists that queries attend to."""
     members = rows if isinstance(rows, list | tuple) else [rows]
@@ -353,3 +480,6 @@ prefill_attention.register(
     "triton", by_lists(sparse_attention_rows, "triton"), supports=triton_lists_support
 )
 prefill_attention.register_lazy("gluon_sm90", _GLUON_PREFILL, supports=gluon_prefill_support)
+
+prefill_attention_backward.register_lazy("reference", f"{_FAMILY}.reference")
+prefill_attention_backward.register_lazy("torch", f"{_FAMILY}.torch_prefill_backward")

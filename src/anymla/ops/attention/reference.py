@@ -78,20 +78,90 @@ def prefill_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     output = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
-    for token, (start, count, base, more) in enumerate(ranges.tolist()):
-        seen = torch.arange(start, start + max(min(count, window), 0), device=q.device)
-        if lists is None:
-            second = torch.arange(base, base + max(min(more, entries), 0), device=q.device)
-        else:
-            listed = lists[token, : max(more, 0)].long()
-            second = base + listed[listed >= 0]
-        seen = torch.cat((seen, second))
+    for token in range(len(q)):
+        seen, _ = _named(token, ranges, lists, window, entries)
         inside = seen[(seen >= 0) & (seen < len(rows))]
         result, lse[token], _ = attend(q[token], rows[inside], sink, scale, q.shape[2])
         output[token] = result.to(q.dtype)
     if epilogue is not None:
         return inverse_rope_fp8_quant(output, **epilogue._asdict())
     return output, lse
+
+
+def prefill_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    ranges: Tensor,
+    lists: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    window: int,
+    entries: int = 0,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+    gradients: str = "all",
+    deterministic: bool = False,
+    drows: Tensor | None = None,
+    mass: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the contract."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    plain = torch.full(q.shape[1:2], -torch.inf, dtype=wide, device=q.device)
+    sink = plain if sink is None else sink.to(wide)
+    dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    drows = rows.new_zeros(rows.shape, dtype=wide) if drows is None else drows
+    dsink = torch.zeros_like(plain)
+    if mass is not None:
+        mass.zero_()
+    for token in range(len(q)):
+        seen, column = _named(token, ranges, lists, window, entries)
+        inside = (seen >= 0) & (seen < len(rows))
+        seen, column = seen[inside], column[inside]
+        if not len(seen):
+            continue
+        heads, grad, listed = q[token].to(wide), dout[token].to(wide), rows[seen].to(wide)
+        total = torch.logaddexp(lse[token], sink).unsqueeze(1)
+        scores = scale * heads @ listed.T
+        p = torch.exp(scores - total)
+        if delta is None:
+            assert out is not None
+            inner = (grad * out[token].to(wide)).sum(1)
+        else:
+            inner = delta[token]
+        ds = p * (grad @ listed.T - inner.unsqueeze(1))
+        if dlse is not None:
+            ds += dlse[token].unsqueeze(1) * torch.exp(scores - lse[token].unsqueeze(1))
+        dq[token] = (scale * ds @ listed).to(q.dtype)
+        if gradients != "queries":
+            drows.index_add_(0, seen, scale * ds.T @ heads + p.T @ grad)
+        share = torch.where(sink.isinf(), 0.0, torch.exp(sink - total.squeeze(1)))
+        dsink -= share * inner
+        if mass is not None:
+            second = column >= 0
+            mass[token].index_copy_(0, column[second], p.sum(0)[second])
+    if gradients == "queries":
+        drows = drows[:0]
+    return dq[:0] if gradients == "rows" else dq, drows, dsink
+
+
+def _named(
+    token: int, ranges: Tensor, lists: Tensor | None, window: int, entries: int
+) -> tuple[Tensor, Tensor]:
+    """Return the rows that a token names, and their columns in the second range or -1."""
+    start, count, base, more = ranges[token].tolist()
+    first = torch.arange(start, start + max(min(count, window), 0), device=ranges.device)
+    if lists is None:
+        column = torch.arange(max(min(more, entries), 0), device=ranges.device)
+        second = base + column
+    else:
+        column = torch.nonzero(lists[token, : max(more, 0)] >= 0).flatten()
+        second = base + lists[token, column].long()
+    return torch.cat((first, second)), torch.cat((torch.full_like(first, -1), column))
 
 
 def _rows_of(listed: CacheRows, token: int, wide: torch.dtype) -> Tensor:
