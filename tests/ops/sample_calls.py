@@ -294,6 +294,15 @@ _CALLS = {
         "wo_a_scale": torch.rand(2, 1, 1),
     },
     "prefill_attention": lambda: _prefill() | {"window": 2, "entries": 2},
+    "prefill_attention_backward": lambda: {
+        "dout": torch.randn(TOKENS, 2, 512),
+        **_prefill(),
+        "lists": None,
+        "out": torch.randn(TOKENS, 2, 512),
+        "lse": torch.randn(TOKENS, 2),
+        "window": 2,
+        "entries": 2,
+    },
     "slot_mapping": lambda: {
         "positions": int64(3, 4),
         "token_to_req": int32(0, 0),
@@ -370,6 +379,10 @@ _TARGETS = {
     "topk_per_row": lambda: {"out": torch.zeros(TOKENS, 4).int()},
     "qnorm_rope_kv_insert": lambda: {"out": torch.zeros(TOKENS, 2, 512)},
     "prefill_attention": lambda: {"out": torch.zeros(TOKENS, 2, 512)},
+    "prefill_attention_backward": lambda: {
+        "drows": torch.zeros(5, 512),
+        "mass": torch.zeros(TOKENS, 2),
+    },
     "sparse_attention": lambda: {"out": torch.zeros(TOKENS, 2, 512)},
     "sparse_attention_rows": lambda: {
         "out": torch.zeros(TOKENS, 2, 512),
