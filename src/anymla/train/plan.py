@@ -1,4 +1,4 @@
-"""Which rows and entries each token of a packed batch sees, worked out once for all its layers."""
+"""Rows and entries that each token of a packed batch sees, worked out once for all its layers."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _weights(call: _Call, tile: slice, r: Tensor, count: Tensor) -> tuple[Tensor
         call: arguments of the whole call.
         tile: tokens of the tile.
         r: rows [rows, D] that all tokens share, or each token's own [t, rows, D].
-        count: how often each token names each row, [t, 1, rows].
+        count: number of times that each token names each row, [t, 1, rows].
     """
     wide = call.lse.dtype
     named = count > 0
