@@ -19,6 +19,7 @@ from anymla.ops.attention.decode_support import (
     triton_attention_support,
     triton_rows_support,
 )
+from anymla.ops.attention.prefill_backward_config import triton_backward_support
 from anymla.ops.attention.prefill_config import gluon_prefill_support
 from anymla.ops.device import runs_gluon, target_of
 from anymla.ops.registry import (
@@ -483,3 +484,6 @@ prefill_attention.register_lazy("gluon_sm90", _GLUON_PREFILL, supports=gluon_pre
 
 prefill_attention_backward.register_lazy("reference", f"{_FAMILY}.reference")
 prefill_attention_backward.register_lazy("torch", f"{_FAMILY}.torch_prefill_backward")
+prefill_attention_backward.register_lazy(
+    "triton", f"{_FAMILY}.triton_prefill_backward_launch", supports=triton_backward_support
+)

@@ -1,0 +1,66 @@
+"""Choices for Triton's gradients of prefill attention, and the calls that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from anymla.ops.device import Support, Target, float32_support
+
+_CHANNELS = 512  # sums of more channels leave no tile that fits
+_LEAST_HEADS = 16  # the M of a matrix instruction
+# Bytes of addends to rows that are written out before they are summed in order.
+PARTS_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Tile of the gradients' kernel.
+
+    Attributes:
+        heads: heads of a token that a CTA takes.
+        rows: rows that it takes at a time.
+        num_warps: warps of a CTA.
+        transposed: True to make the addends to rows as [channels, rows]. wgmma reads q and dout
+            from shared memory in either direction; mma.sync would load each of them twice.
+        wide: True to multiply in float32, for targets without products of bfloat16.
+    """
+
+    heads: int
+    rows: int
+    num_warps: int
+    transposed: bool = False
+    wide: bool = False
+
+
+def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardConfig:
+    """Choose the tile of a call, whose queries and rows are of ``dtype``."""
+    if dtype == torch.float32 or target.arc_a:
+        return BackwardConfig(_LEAST_HEADS, 16, 8, wide=dtype != torch.float32)
+    if target.name in ("sm_90", "sm_100"):
+        few = heads < 64
+        return BackwardConfig(_fitting(heads, 64), 32 if few else 32, 8, transposed=True)
+    if target.name == "sm_80":
+        return BackwardConfig(_fitting(heads, 32), 32, 8)
+    if target.backend == "hip":
+        return BackwardConfig(_fitting(heads, 32), 16, 4)
+    return BackwardConfig(_LEAST_HEADS, 16, 4)
+
+
+def _fitting(heads: int, most: int) -> int:
+    """Return the smallest power of two that holds ``heads``, within a matrix tile and ``most``."""
+    return min(max(1 << max(heads - 1, 0).bit_length(), _LEAST_HEADS), most)
+
+
+def triton_backward_support(
+    dout: Tensor, q: Tensor, rows: Tensor, *args: object, **keywords: object
+) -> Support:
+    """Return support of a ``prefill_attention_backward`` call by backend "triton"."""
+    support = float32_support(q, rows)
+    if support and rows.dtype != q.dtype:
+        return Support(False, f"q and rows must be of one dtype, got {q.dtype} and {rows.dtype}")
+    if support and q.shape[2] > _CHANNELS:
+        return Support(False, f"at most {_CHANNELS} channels, got {q.shape[2]}")
+    return support

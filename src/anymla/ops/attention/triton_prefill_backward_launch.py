@@ -1,0 +1,145 @@
+"""Launch Triton's gradients of prefill attention, by atomic sums or in a fixed order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anymla.ops import device as device_facts
+from anymla.ops._triton_launch import PreparedLaunch, cdiv
+from anymla.ops.attention.composed import named_rows
+from anymla.ops.attention.prefill_backward_config import PARTS_BYTES, choose_config
+from anymla.ops.attention.triton_prefill_backward import (
+    ATOMICS,
+    COLUMNS,
+    NOTHING,
+    backward_kernel,
+    delta_kernel,
+    segmented_sum_kernel,
+)
+
+_DELTA_HEADS = 16
+_SUM_CHANNELS = 512
+
+
+def prefill_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    ranges: Tensor,
+    lists: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    window: int,
+    entries: int = 0,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+    gradients: str = "all",
+    deterministic: bool = False,
+    drows: Tensor | None = None,
+    mass: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the contract."""
+    tokens, heads, channels = q.shape
+    width = entries if lists is None else lists.shape[1]
+    dq = torch.empty(q.shape if gradients != "rows" else (0, *q.shape[1:]), dtype=q.dtype, device=q.device)
+    if drows is None:
+        listed = len(rows) if gradients != "queries" else 0
+        drows = torch.zeros((listed, channels), dtype=torch.float32, device=q.device)
+    elif gradients == "queries":
+        drows = drows[:0]
+    dsink = torch.zeros((tokens, heads), dtype=torch.float32, device=q.device)
+    if mass is not None:
+        mass.zero_()
+    if not tokens or not heads or not channels:
+        return dq, drows, dsink.sum(0)
+
+    dout, q, rows = (each if each.stride(-1) == 1 else each.contiguous() for each in (dout, q, rows))
+    ranges = ranges.contiguous()
+    lists = None if lists is None else lists.contiguous()
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    delta, total = _denominators(dout, out, lse, sink, delta, dsink)
+
+    config = choose_config(heads, q.dtype, device_facts.target_of(q.device))
+    blocks = cdiv(heads, config.heads)
+    parts = None if mass is None else mass.new_zeros(tokens, blocks, width)
+    columns = window + width
+    kind = NOTHING if gradients == "queries" else COLUMNS if deterministic else ATOMICS
+    step = tokens
+    if kind is COLUMNS:
+        step = max(1, PARTS_BYTES // max(blocks * columns * channels * 4, 1))
+    for start in range(0, tokens, step):
+        chunk = slice(start, start + step)
+        count = len(q[chunk])
+        target = drows
+        if kind is COLUMNS:
+            shape = (count, blocks, columns, channels)
+            target = torch.empty(shape, dtype=torch.float32, device=q.device)
+        some = None if lists is None else lists[chunk]
+        launch = PreparedLaunch(
+            backward_kernel, (count, blocks), len(rows), window, width, heads,
+            channels**-0.5 if scale is None else scale, dout.stride(0), dout.stride(1),
+            q.stride(0), q.stride(1), rows.stride(0), CHANNELS=channels, BC=_power_of_2(channels),
+            BH=config.heads, BN=config.rows, QUERIES=gradients != "rows", ROWS=kind.value,
+            TRANSPOSED=config.transposed, WIDE=config.wide, num_warps=config.num_warps,
+            num_stages=1,
+        )  # fmt: skip
+        launch(
+            dq[chunk] if gradients != "rows" else dq, target,
+            None if parts is None else parts[chunk], dout[chunk], q[chunk], rows, ranges[chunk],
+            some, total[chunk], delta[chunk], lse[chunk], None if dlse is None else dlse[chunk],
+        )  # fmt: skip
+        if kind is COLUMNS:
+            _add_in_order(drows, target, *named_rows(ranges[chunk], some, window, entries))
+    if mass is not None and parts is not None:
+        mass.copy_(parts.sum(1))
+    return dq, drows, dsink.sum(0)
+
+
+def _denominators(
+    dout: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    sink: Tensor | None,
+    delta: Tensor | None,
+    dsink: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return delta and log2 of each head's denominator, [T, H]; dsink takes each token's share."""
+    tokens, heads, channels = dout.shape
+    given = None if delta is None else delta.contiguous()
+    total = torch.empty_like(lse)
+    made = torch.empty_like(lse) if given is None else given
+    if out is not None and out.stride(2) != 1:
+        out = out.contiguous()
+    launch = PreparedLaunch(
+        delta_kernel, (tokens, cdiv(heads, _DELTA_HEADS)), heads, dout.stride(0), dout.stride(1),
+        *((0, 0) if out is None else out.stride()[:2]), CHANNELS=channels,
+        BC=_power_of_2(channels), BH=_DELTA_HEADS, num_warps=4,
+    )  # fmt: skip
+    launch(made, total, dsink, dout, out, given, lse, None if sink is None else sink.contiguous())
+    return made, total
+
+
+def _add_in_order(drows: Tensor, parts: Tensor, index: Tensor, used: Tensor) -> None:
+    """Add parts [T, blocks, columns, D] to the rows that ``index`` [T, columns] names."""
+    size, (_, blocks, columns, channels) = len(drows), parts.shape
+    column = torch.arange(columns, device=index.device)
+    named = (index >= 0) & (index < size) & (column < used.unsqueeze(1))
+    # What names no row goes behind the last one. A stable sort keeps tokens in order.
+    slots, order = index.where(named, size).flatten().sort(stable=True)
+    rows = torch.arange(size + 1, dtype=slots.dtype, device=slots.device)
+    first = torch.searchsorted(slots, rows)
+    launch = PreparedLaunch(
+        segmented_sum_kernel, (size, cdiv(channels, _SUM_CHANNELS)), columns, CHANNELS=channels,
+        BC=min(_power_of_2(channels), _SUM_CHANNELS), BLOCKS=blocks, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if size:
+        launch(drows, parts, order, first)
+
+
+def _power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n, and at least 16."""
+    return max(16, 1 << (n - 1).bit_length())
