@@ -37,7 +37,7 @@ from anymla.ops.attention.decode_shapes import (
 )
 from anymla.ops.device import Target
 from lab.build import Build, Judgement, empty
-from lab.builds import attention_prefill
+from lab.builds import attention_backward, attention_prefill
 
 _PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
 
@@ -75,6 +75,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     for call in V41_CALLS:
         yield f"{call}, Triton", functools.partial(attend, call, backend="triton")
     yield from attention_prefill.calls(target)
+    yield from attention_backward.calls(target)
 
 
 def attend(
@@ -132,6 +133,8 @@ def judgement(build: Build, target: Target) -> Judgement:
     """Return the accepted spills, and the matrix instructions that must be in the code."""
     if build.name == "prefill_kernel":
         return attention_prefill.judgement(build, target)
+    if build.module.endswith("triton_prefill_backward"):
+        return attention_backward.judgement(build, target)
     if build.name == "decode_m64_kernel":
         # At the ends of splits and in the bf16 fallback, three in the producers' loop.
         return Judgement(matrix=True, spills=700)

@@ -23,6 +23,7 @@ class BackwardConfig:
         heads: heads of a token that a CTA takes.
         rows: rows that it takes at a time.
         num_warps: warps of a CTA.
+        num_stages: depth of the pipeline that loads rows.
         transposed: True to make the addends to rows as [channels, rows]. wgmma reads q and dout
             from shared memory in either direction; mma.sync would load each of them twice.
         wide: True to multiply in float32, for targets without products of bfloat16.
@@ -31,6 +32,7 @@ class BackwardConfig:
     heads: int
     rows: int
     num_warps: int
+    num_stages: int = 1
     transposed: bool = False
     wide: bool = False
 
@@ -40,8 +42,7 @@ def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardCon
     if dtype == torch.float32 or target.arc_a:
         return BackwardConfig(_LEAST_HEADS, 16, 8, wide=dtype != torch.float32)
     if target.name in ("sm_90", "sm_100"):
-        few = heads < 64
-        return BackwardConfig(_fitting(heads, 64), 32 if few else 32, 8, transposed=True)
+        return BackwardConfig(_fitting(heads, 64), 32, 8, transposed=True)
     if target.name == "sm_80":
         return BackwardConfig(_fitting(heads, 32), 32, 8)
     if target.backend == "hip":

@@ -116,9 +116,7 @@ def backward_kernel(
     inside = channel < CHANNELS
     mask = there[:, None] & inside[None, :]
     wide_head = head[:, None].to(tl.int64)
-    q = tl.load(
-        q_ptr + token * q_token + wide_head * q_head + channel[None, :], mask, other=0
-    )
+    q = tl.load(q_ptr + token * q_token + wide_head * q_head + channel[None, :], mask, other=0)
     dout = tl.load(
         dout_ptr + token * dout_token + wide_head * dout_head + channel[None, :], mask, other=0
     )
@@ -141,20 +139,15 @@ def backward_kernel(
     more = tl.minimum(tl.load(ranges_ptr + token * 4 + 3), width)
     split = tl.maximum((near + BN - 1) // BN, 0) * BN
     for k in range(0, split + tl.maximum(more, 0), BN):
-        lane = k + tl.arange(0, BN)
-        column = lane - split
-        if k < split:
-            slot = start + lane
-            named = lane < near
-            column = lane
-        elif lists_ptr is None:
-            slot = base + column
-            named = column < more
-        else:
+        close = k < split
+        column = k + tl.arange(0, BN) - tl.where(close, 0, split)
+        slot = tl.where(close, start, base) + column
+        named = column < tl.where(close, near, more)
+        if lists_ptr is not None:
             at = lists_ptr + token * width + column
-            listed = tl.load(at, column < more, other=-1).to(tl.int64)
-            slot = base + listed
-            named = listed >= 0
+            listed = tl.load(at, named & (k >= split), other=0).to(tl.int64)
+            slot = tl.where(close, slot, base + listed)
+            named = named & (listed >= 0)
         named = named & (slot >= 0) & (slot < size)
         kept = named[:, None] & inside[None, :]
         rows = tl.load(rows_ptr + slot[:, None] * row_stride + channel[None, :], kept, other=0)
@@ -176,7 +169,7 @@ def backward_kernel(
             if ROWS == ATOMICS:
                 target = slot * CHANNELS
             else:
-                column += tl.where(k < split, 0, window)
+                column += tl.where(close, 0, window)
                 columns = window + width
                 target = ((token * tl.num_programs(1) + block) * columns + column) * CHANNELS
             if TRANSPOSED:

@@ -45,7 +45,9 @@ def prefill_attention_backward(
     """See the contract."""
     tokens, heads, channels = q.shape
     width = entries if lists is None else lists.shape[1]
-    dq = torch.empty(q.shape if gradients != "rows" else (0, *q.shape[1:]), dtype=q.dtype, device=q.device)
+    dq = torch.empty(
+        q.shape if gradients != "rows" else (0, *q.shape[1:]), dtype=q.dtype, device=q.device
+    )
     if drows is None:
         listed = len(rows) if gradients != "queries" else 0
         drows = torch.zeros((listed, channels), dtype=torch.float32, device=q.device)
@@ -57,7 +59,9 @@ def prefill_attention_backward(
     if not tokens or not heads or not channels:
         return dq, drows, dsink.sum(0)
 
-    dout, q, rows = (each if each.stride(-1) == 1 else each.contiguous() for each in (dout, q, rows))
+    dout, q, rows = (
+        each if each.stride(-1) == 1 else each.contiguous() for each in (dout, q, rows)
+    )
     ranges = ranges.contiguous()
     lists = None if lists is None else lists.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
@@ -85,7 +89,7 @@ def prefill_attention_backward(
             q.stride(0), q.stride(1), rows.stride(0), CHANNELS=channels, BC=_power_of_2(channels),
             BH=config.heads, BN=config.rows, QUERIES=gradients != "rows", ROWS=kind.value,
             TRANSPOSED=config.transposed, WIDE=config.wide, num_warps=config.num_warps,
-            num_stages=1,
+            num_stages=config.num_stages,
         )  # fmt: skip
         launch(
             dq[chunk] if gradients != "rows" else dq, target,

@@ -1,0 +1,63 @@
+"""Calls of prefill attention's gradients whose launches are what is built, and their judgement."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from anymla.ops.attention import prefill_attention_backward
+from anymla.ops.attention.prefill_shapes import (
+    FLASH_ALL,
+    FLASH_SELECTED,
+    PRO_SELECTED,
+    SPLIT_SELECTED,
+    PrefillShape,
+)
+from anymla.ops.device import Target
+from lab.build import Build, Judgement, empty, float32
+
+CHANNELS = 512
+
+
+def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield named calls, with tensors on the meta device."""
+    for shape in (FLASH_SELECTED, FLASH_ALL, PRO_SELECTED, SPLIT_SELECTED):
+        yield f"gradients, {shape}", functools.partial(_differentiate, shape)
+    for word, options in (
+        ("deterministic", {"deterministic": True}),
+        ("queries alone", {"gradients": "queries"}),
+        ("with dlse and mass", {"extras": True}),
+        ("float32", {"dtype": torch.float32}),
+    ):
+        label = f"gradients, {FLASH_SELECTED}, {word}"
+        yield label, functools.partial(_differentiate, FLASH_SELECTED, **options)
+
+
+def _differentiate(
+    shape: PrefillShape,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    extras: bool = False,
+    deterministic: bool = False,
+    gradients: str = "all",
+) -> None:
+    tokens, heads = shape.tokens, shape.heads
+    dout, q, out = (empty((tokens, heads, CHANNELS), dtype=dtype) for _ in range(3))
+    width = shape.topk or shape.entries
+    prefill_attention_backward(
+        dout, q, empty((shape.context, CHANNELS), dtype=dtype),
+        empty((tokens, 4), dtype=torch.int32),
+        empty((tokens, shape.topk), dtype=torch.int32) if shape.topk else None, out,
+        float32((tokens, heads)), window=shape.window, entries=width, sink=float32(heads),
+        dlse=float32((tokens, heads)) if extras else None, deterministic=deterministic,
+        gradients=gradients, mass=float32((tokens, width)) if extras else None, backend="triton",
+    )  # fmt: skip
+
+
+def judgement(build: Build, target: Target) -> Judgement:
+    """Return the accepted spills and required matrix instructions of a build."""
+    if build.name != "backward_kernel":
+        return Judgement()
+    return Judgement(build.types["q_ptr"] != "*fp32")
