@@ -64,4 +64,7 @@ def triton_backward_support(
         return Support(False, f"q and rows must be of one dtype, got {q.dtype} and {rows.dtype}")
     if support and q.shape[2] > _CHANNELS:
         return Support(False, f"at most {_CHANNELS} channels, got {q.shape[2]}")
+    if support and q.dtype == torch.float32:
+        # No matrix instruction keeps float32; torch multiplies with the vendor's library instead.
+        return dataclasses.replace(support, automatic=False)
     return support
