@@ -18,6 +18,7 @@ _MODULES = (
     "topk",
     "selection",
     "attention",
+    "training",
     "streams",
     "network",
     "projections",
@@ -87,7 +88,7 @@ def load_cases() -> dict[str, Case]:
 
 
 def _place(case_id: str) -> tuple[int, int]:
-    return "LQRCIAM".find(case_id[0]), int(case_id[1:])
+    return "LQRCIATM".find(case_id[0]), int(case_id[1:])
 
 
 def expect(condition: object, message: str) -> None:

@@ -8,6 +8,7 @@ from anymla.testing.conformance.faults.fault import FAULTS, Fault
 
 _MODULES = (
     "attention",
+    "training",
     "cache",
     "records",
     "rope",
