@@ -66,14 +66,16 @@ SHAPES = (
 def tiles(chosen: BackwardConfig) -> Iterator[BackwardConfig]:
     """Yield the tile that is chosen, then others; those that do not fit a device raise there."""
     yield chosen
+    yield dataclasses.replace(chosen, window_by_tiles=not chosen.window_by_tiles)
     for heads, rows, warps, stages in (
         (64, 16, 8, 1), (64, 16, 8, 2), (64, 32, 8, 2), (64, 32, 16, 1), (64, 64, 16, 1),
         (64, 16, 16, 2), (32, 32, 8, 1), (32, 32, 8, 2), (32, 16, 4, 2), (16, 16, 4, 1),
-        (16, 32, 4, 1), (32, 32, 4, 1),
+        (16, 32, 4, 1), (16, 32, 8, 1),
     ):  # fmt: skip
-        tile = BackwardConfig(
-            heads, rows, warps, stages, transposed=chosen.transposed and heads == 64
-        )
+        tile = dataclasses.replace(
+            chosen, heads=heads, rows=rows, num_warps=warps, num_stages=stages,
+            transposed=chosen.transposed and heads == 64,
+        )  # fmt: skip
         if tile != chosen and heads <= chosen.heads:
             yield tile
 
@@ -156,7 +158,9 @@ def measured(
         call = Call(shape, device, channels=channels)
         chosen = choose_config(shape.heads, torch.bfloat16, target_of(device))
         ways: list[tuple[BackwardConfig, dict[str, Any]]] = [
-            (chosen, {"deterministic": True}), (chosen, {"gradients": "queries"}),
+            (chosen, {"deterministic": True}),
+            (dataclasses.replace(chosen, window_rows=32), {"deterministic": True}),
+            (chosen, {"gradients": "queries"}),
             *((tile, {}) for tile in tiles(chosen)),
         ]  # fmt: skip
         for tile, more in sorted(ways, key=lambda way: way != (chosen, {})):
@@ -188,9 +192,10 @@ def main(path: Path | None, seconds: float) -> None:
         print(*checked(clock.device, shape), sep="\n", flush=True)
     for row in measured(clock.device, clock, seconds=seconds):
         way = [f"{name}={row[name]}" for name in ("deterministic", "gradients") if name in row]
-        tile = "x".join(map(str, row["tile"][:4])) + " (chosen)" * row["chosen"]
+        tile = "x".join(map(str, row["tile"][:4])) + f" window {row['tile'][5:]}"
+        tile += " (chosen)" * row["chosen"]
         print(
-            f"{row['case']:24s} {tile:20s} {row['us']:9.1f} us {row['tflops']:6.1f} TFLOP/s",
+            f"{row['case']:24s} {tile:38s} {row['us']:9.1f} us {row['tflops']:6.1f} TFLOP/s",
             *way,
             flush=True,
         )

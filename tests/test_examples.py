@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from anymla.cli.main import main
@@ -129,7 +130,7 @@ def test_a_page_runs(page, tmp_path, monkeypatch) -> None:
         elif kind == "python":
             names = {} if page.name == "README.md" else names
             printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
+            with contextlib.redirect_stdout(printed), torch.enable_grad():  # as for a reader
                 exec(compile(code, page.name, "exec"), names)
             assert bool(printed.getvalue().strip()) == bool(re.search(r"^print\(", code, re.M))
         else:

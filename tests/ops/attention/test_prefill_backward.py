@@ -8,12 +8,15 @@ import torch
 from paged import BACKENDS, use_backend
 from prefill_cases import Prefill, prefill
 
-from anymla.ops.attention import prefill_attention_backward
+from anymla.ops.attention import prefill_attention_backward, prefill_backward_config
+from anymla.ops.attention.prefill_backward_config import choose_config, triton_backward_support
+from anymla.ops.device import TARGETS, Support
 from anymla.testing.oracle.gradients import attention_gradients
 from anymla.testing.tolerance import assert_identical
 
 INF = torch.inf
-TOKENS, ROWS, WIDTH = 10, 60, 20
+# Whole tiles of 16 rows: a BLAS on a CPU sums differently in another row of a product.
+TOKENS, ROWS, WIDTH = 10, 64, 20
 
 
 class Subject(NamedTuple):
@@ -259,3 +262,27 @@ def test_arguments_are_checked():
     given.dout = given.dout.float()
     with pytest.raises(ValueError, match="dout must be of q's dtype"):
         given.run(None)
+
+
+def test_calls_that_triton_leaves_to_torch(monkeypatch):
+    def answer(**changes):
+        case = small(19, torch.bfloat16, **changes)
+        return triton_backward_support(case.q, case.q, case.rows)
+
+    monkeypatch.setattr(prefill_backward_config, "float32_support", lambda *_: Support(True))
+    assert answer() == Support(True)
+    assert "at most 512 channels" in answer(dim=576).reason
+    case = small(19, torch.float32)
+    assert triton_backward_support(case.q, case.q, case.rows) == Support(True, automatic=False)
+    assert "of one dtype" in triton_backward_support(case.q, case.q, case.rows.bfloat16()).reason
+    monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["xpu_bmg"])
+    assert "Intel" in answer().reason
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_hold_the_heads(target, dtype):
+    for heads in (1, 16, 20, 64, 128):
+        config = choose_config(heads, dtype, target)
+        assert config.heads >= min(heads, 16)
+        assert config.heads <= max(16, 2 * heads)

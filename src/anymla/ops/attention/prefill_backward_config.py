@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from anymla.ops.device import Support, Target, float32_support
+from anymla.ops.device import Support, Target, float32_support, target_of
 
 _CHANNELS = 512  # sums of more channels leave no tile that fits
 _LEAST_HEADS = 16  # the M of a matrix instruction
@@ -26,7 +26,9 @@ class BackwardConfig:
         num_stages: depth of the pipeline that loads rows.
         transposed: True to make the addends to rows as [channels, rows]. wgmma reads q and dout
             from shared memory in either direction; mma.sync would load each of them twice.
-        wide: True to multiply in float32, for targets without products of bfloat16.
+        window_rows: rows of a window's tile, where their gradient is summed tile by tile.
+        window_by_tiles: True to sum windows tile by tile in any case, False where the order is
+            asked for.
     """
 
     heads: int
@@ -34,20 +36,23 @@ class BackwardConfig:
     num_warps: int
     num_stages: int = 1
     transposed: bool = False
-    wide: bool = False
+    window_rows: int = 16
+    window_by_tiles: bool = False
 
 
 def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardConfig:
     """Choose the tile of a call, whose queries and rows are of ``dtype``."""
-    if dtype == torch.float32 or target.arc_a:
-        return BackwardConfig(_LEAST_HEADS, 16, 8, wide=dtype != torch.float32)
-    if target.name in ("sm_90", "sm_100"):
-        return BackwardConfig(_fitting(heads, 64), 32, 8, transposed=True)
-    if target.name == "sm_80":
+    if dtype == torch.float32:
+        return BackwardConfig(_LEAST_HEADS, 16, 8)
+    if target.name == "sm_90":
+        return BackwardConfig(_fitting(heads, 64), 32, 8, transposed=True, window_rows=64)
+    if target.name in ("sm_80", "sm_100"):
         return BackwardConfig(_fitting(heads, 32), 32, 8)
-    if target.backend == "hip":
+    if target.backend == "cuda":
+        return BackwardConfig(_LEAST_HEADS, 32, 8)
+    if target.backend == "hip" and not target.narrow:
         return BackwardConfig(_fitting(heads, 32), 16, 4)
-    return BackwardConfig(_LEAST_HEADS, 16, 4)
+    return BackwardConfig(_LEAST_HEADS, 16, 8)
 
 
 def _fitting(heads: int, most: int) -> int:
@@ -64,6 +69,8 @@ def triton_backward_support(
         return Support(False, f"q and rows must be of one dtype, got {q.dtype} and {rows.dtype}")
     if support and q.shape[2] > _CHANNELS:
         return Support(False, f"at most {_CHANNELS} channels, got {q.shape[2]}")
+    if support and target_of(q.device).intel:
+        return Support(False, "a token's heads and rows do not fit the registers of Intel's GPUs")
     if support and q.dtype == torch.float32:
         # No matrix instruction keeps float32; torch multiplies with the vendor's library instead.
         return dataclasses.replace(support, automatic=False)

@@ -1,7 +1,9 @@
-"""Gradients of prefill attention, query by query: dq, and what each query adds to the rows.
+"""Gradients of prefill attention: of queries, and what each query adds to the rows.
 
-A CTA takes one token and a block of heads, which name the same rows. What it adds to a row is one
-product of doubled depth, [scale dS; P]^T [q; dout], since rows are keys and values.
+Query by query, a CTA takes one token and a block of heads, which name the same rows. What it adds
+to a row is one product of doubled depth, [scale dS; P]^T [q; dout], since rows are keys and values.
+Tile by tile of rows, a CTA goes through the tokens whose windows reach its tile: scores are made
+again, and nothing is added by two.
 """
 
 from __future__ import annotations
@@ -99,14 +101,14 @@ def backward_kernel(
     BN: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """Compute dq of a token's block of heads, and its addends to rows.
 
-    The columns are ``window`` for the first range and ``width`` for the second. ``ROWS`` says what
-    ``drows_ptr`` is: [N, CHANNELS] sums for ATOMICS; for COLUMNS a row for each token, block of
-    heads and column, of which those that name no row are left as they are.
+    ``ROWS`` says what ``drows_ptr`` is: [N, CHANNELS] sums for ATOMICS; for COLUMNS a row for each
+    token, block of heads and column of the second range, of which those that name no row are left
+    as they are. Without ``WINDOW`` nothing is added to the rows of the first range.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -120,9 +122,6 @@ def backward_kernel(
     dout = tl.load(
         dout_ptr + token * dout_token + wide_head * dout_head + channel[None, :], mask, other=0
     )
-    if WIDE:
-        q = q.to(tl.float32)
-        dout = dout.to(tl.float32)
     place = token * heads + head
     # Heads that are not there weigh nothing.
     total = tl.load(total_ptr + place, there, other=float("inf"))[:, None]
@@ -151,8 +150,6 @@ def backward_kernel(
         named = named & (slot >= 0) & (slot < size)
         kept = named[:, None] & inside[None, :]
         rows = tl.load(rows_ptr + slot[:, None] * row_stride + channel[None, :], kept, other=0)
-        if WIDE:
-            rows = rows.to(tl.float32)
         scores = tl.dot(q, tl.trans(rows), input_precision="ieee") * (scale * LOG2E)
         p = tl.where(named[None, :], tl.exp2(scores - total), 0.0)
         ds = p * (tl.dot(dout, tl.trans(rows), input_precision="ieee") - delta)
@@ -165,13 +162,11 @@ def backward_kernel(
         p = p.to(rows.dtype)
         if QUERIES:
             dq = tl.dot(ds, rows, dq, input_precision="ieee")
-        if ROWS != NOTHING:
+        if ROWS != NOTHING and (WINDOW or k >= split):
             if ROWS == ATOMICS:
                 target = slot * CHANNELS
             else:
-                column += tl.where(close, 0, window)
-                columns = window + width
-                target = ((token * tl.num_programs(1) + block) * columns + column) * CHANNELS
+                target = ((token * tl.num_programs(1) + block) * width + column) * CHANNELS
             if TRANSPOSED:
                 each = tl.dot(tl.trans(dout), p)
                 each = tl.dot(tl.trans(q), ds, each)
@@ -189,6 +184,104 @@ def backward_kernel(
     if QUERIES:
         at = dq_ptr + (token * heads + wide_head) * CHANNELS + channel[None, :]
         tl.store(at, dq.to(dq_ptr.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "window"])
+def window_users_kernel(users_ptr, ranges_ptr, tokens, window, BN: tl.constexpr, BT: tl.constexpr):
+    """Find the first token whose window reaches a tile of BN rows, and the end of the last one."""
+    tile = tl.program_id(0)
+    low = tile.to(tl.int64) * BN
+    first = tokens
+    last = 0
+    for t in range(0, tokens, BT):
+        token = t + tl.arange(0, BT)
+        at = ranges_ptr + token.to(tl.int64) * 4
+        start = tl.load(at, token < tokens, other=0).to(tl.int64)
+        count = tl.minimum(tl.load(at + 1, token < tokens, other=0), window)
+        sees = (count > 0) & (start < low + BN) & (start + count > low)
+        first = tl.minimum(first, tl.min(tl.where(sees, token, tokens), 0))
+        last = tl.maximum(last, tl.max(tl.where(sees, token + 1, 0), 0))
+    tl.store(users_ptr + tile * 2, first)
+    tl.store(users_ptr + tile * 2 + 1, last)
+
+
+@triton.jit(do_not_specialize=["size", "window", "heads"])
+def window_rows_kernel(
+    drows_ptr,
+    users_ptr,
+    dout_ptr,
+    q_ptr,
+    rows_ptr,
+    ranges_ptr,
+    total_ptr,
+    delta_ptr,
+    lse_ptr,
+    dlse_ptr,
+    size,
+    window,
+    heads,
+    scale,
+    dout_token,
+    dout_head,
+    q_token,
+    q_head,
+    row_stride,
+    CHANNELS: tl.constexpr,
+    BC: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Add to a tile of rows what the windows add that reach it, in ascending order of tokens.
+
+    A row that a token does not see gets zeros from it, so its sum does not depend on its tile.
+    """
+    tile = tl.program_id(0)
+    row = tile.to(tl.int64) * BN + tl.arange(0, BN)
+    channel = tl.arange(0, BC)
+    there, inside = row < size, channel < CHANNELS
+    kept = there[:, None] & inside[None, :]
+    rows = tl.load(rows_ptr + row[:, None] * row_stride + channel[None, :], kept, other=0)
+    if TRANSPOSED:
+        place = drows_ptr + row[None, :] * CHANNELS + channel[:, None]
+        kept = there[None, :] & inside[:, None]
+    else:
+        place = drows_ptr + row[:, None] * CHANNELS + channel[None, :]
+    sums = tl.load(place, kept, other=0)
+    first, last = tl.load(users_ptr + tile * 2), tl.load(users_ptr + tile * 2 + 1)
+    blocks = (heads + BH - 1) // BH
+    for step in range(first * blocks, last * blocks):
+        token = (step // blocks).to(tl.int64)
+        head = step % blocks * BH + tl.arange(0, BH)
+        mask = (head < heads)[:, None] & inside[None, :]
+        wide_head = head[:, None].to(tl.int64)
+        at = q_ptr + token * q_token + wide_head * q_head + channel[None, :]
+        q = tl.load(at, mask, other=0)
+        at = dout_ptr + token * dout_token + wide_head * dout_head + channel[None, :]
+        dout = tl.load(at, mask, other=0)
+        at = token * heads + head
+        total = tl.load(total_ptr + at, head < heads, other=float("inf"))[:, None]
+        delta = tl.load(delta_ptr + at, head < heads, other=0)[:, None]
+        start = tl.load(ranges_ptr + token * 4).to(tl.int64)
+        count = tl.minimum(tl.load(ranges_ptr + token * 4 + 1), window)
+        named = there & (row >= start) & (row < start + count)
+        scores = tl.dot(q, tl.trans(rows), input_precision="ieee") * (scale * LOG2E)
+        p = tl.where(named[None, :], tl.exp2(scores - total), 0.0)
+        ds = p * (tl.dot(dout, tl.trans(rows), input_precision="ieee") - delta)
+        if dlse_ptr is not None:
+            lse = tl.load(lse_ptr + at, head < heads, other=float("inf"))[:, None] * LOG2E
+            lse = tl.where(lse > float("-inf"), lse, float("inf"))
+            dlse = tl.load(dlse_ptr + at, head < heads, other=0)[:, None]
+            ds += dlse * tl.where(named[None, :], tl.exp2(scores - lse), 0.0)
+        ds = (ds * scale).to(rows.dtype)
+        p = p.to(rows.dtype)
+        if TRANSPOSED:
+            sums = tl.dot(tl.trans(dout), p, sums)
+            sums = tl.dot(tl.trans(q), ds, sums)
+        else:
+            sums = tl.dot(tl.trans(p), dout, sums, input_precision="ieee")
+            sums = tl.dot(tl.trans(ds), q, sums, input_precision="ieee")
+    tl.store(place, sums, kept)
 
 
 @triton.jit(do_not_specialize=["columns"])

@@ -16,10 +16,13 @@ from anymla.ops.attention.triton_prefill_backward import (
     backward_kernel,
     delta_kernel,
     segmented_sum_kernel,
+    window_rows_kernel,
+    window_users_kernel,
 )
 
 _DELTA_HEADS = 16
 _SUM_CHANNELS = 512
+_TOKENS = 1024  # looked at together by window_users_kernel
 
 
 def prefill_attention_backward(
@@ -67,37 +70,52 @@ def prefill_attention_backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     delta, total = _denominators(dout, out, lse, sink, delta, dsink)
 
+    scale = channels**-0.5 if scale is None else scale
     config = choose_config(heads, q.dtype, device_facts.target_of(q.device))
     blocks = cdiv(heads, config.heads)
     parts = None if mass is None else mass.new_zeros(tokens, blocks, width)
-    columns = window + width
+    strides = dout.stride(0), dout.stride(1), q.stride(0), q.stride(1), rows.stride(0)
+    fixed = {
+        "CHANNELS": channels, "BC": _power_of_2(channels), "BH": config.heads,
+        "TRANSPOSED": config.transposed, "num_warps": config.num_warps,
+    }  # fmt: skip
     kind = NOTHING if gradients == "queries" else COLUMNS if deterministic else ATOMICS
+    by_tiles = deterministic or config.window_by_tiles
+    if kind is not NOTHING and by_tiles and window and len(rows):
+        tiles = cdiv(len(rows), config.window_rows)
+        users = torch.empty((tiles, 2), dtype=torch.int32, device=q.device)
+        bounds = PreparedLaunch(
+            window_users_kernel, (tiles,), tokens, window, BN=config.window_rows, BT=_TOKENS,
+            num_warps=4,
+        )  # fmt: skip
+        bounds(users, ranges)
+        launch = PreparedLaunch(
+            window_rows_kernel, (tiles,), len(rows), window, heads, scale, *strides, **fixed,
+            BN=config.window_rows, num_stages=1,
+        )  # fmt: skip
+        launch(drows, users, dout, q, rows, ranges, total, delta, lse, dlse)
     step = tokens
     if kind is COLUMNS:
-        step = max(1, PARTS_BYTES // max(blocks * columns * channels * 4, 1))
+        step = max(1, PARTS_BYTES // max(blocks * width * channels * 4, 1))
     for start in range(0, tokens, step):
         chunk = slice(start, start + step)
         count = len(q[chunk])
         target = drows
         if kind is COLUMNS:
-            shape = (count, blocks, columns, channels)
-            target = torch.empty(shape, dtype=torch.float32, device=q.device)
+            target = drows.new_empty(count, blocks, width, channels)
         some = None if lists is None else lists[chunk]
         launch = PreparedLaunch(
-            backward_kernel, (count, blocks), len(rows), window, width, heads,
-            channels**-0.5 if scale is None else scale, dout.stride(0), dout.stride(1),
-            q.stride(0), q.stride(1), rows.stride(0), CHANNELS=channels, BC=_power_of_2(channels),
-            BH=config.heads, BN=config.rows, QUERIES=gradients != "rows", ROWS=kind.value,
-            TRANSPOSED=config.transposed, WIDE=config.wide, num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            backward_kernel, (count, blocks), len(rows), window, width, heads, scale, *strides,
+            **fixed, BN=config.rows, QUERIES=gradients != "rows", ROWS=kind.value,
+            WINDOW=not by_tiles, num_stages=config.num_stages,
         )  # fmt: skip
         launch(
             dq[chunk] if gradients != "rows" else dq, target,
             None if parts is None else parts[chunk], dout[chunk], q[chunk], rows, ranges[chunk],
             some, total[chunk], delta[chunk], lse[chunk], None if dlse is None else dlse[chunk],
         )  # fmt: skip
-        if kind is COLUMNS:
-            _add_in_order(drows, target, *named_rows(ranges[chunk], some, window, entries))
+        if kind is COLUMNS and width:
+            _add_in_order(drows, target, *named_rows(ranges[chunk], some, 0, entries))
     if mass is not None and parts is not None:
         mass.copy_(parts.sum(1))
     return dq, drows, dsink.sum(0)
