@@ -164,23 +164,24 @@ def backward_kernel(
             dq = tl.dot(ds, rows, dq, input_precision="ieee")
         if ROWS != NOTHING and (WINDOW or k >= split):
             if ROWS == ATOMICS:
-                target = slot * CHANNELS
+                first = slot * CHANNELS
             else:
-                target = ((token * tl.num_programs(1) + block) * width + column) * CHANNELS
+                first = ((token * tl.num_programs(1) + block) * width + column) * CHANNELS
+            # The interpreter does not broadcast the mask of an atomic.
             if TRANSPOSED:
                 each = tl.dot(tl.trans(dout), p)
                 each = tl.dot(tl.trans(q), ds, each)
-                at = drows_ptr + target[None, :] + channel[:, None]
-                # The interpreter does not broadcast the mask of an atomic.
-                kept = named[None, :] & inside[:, None]
+                target = drows_ptr + first[None, :] + channel[:, None]
+                used = named[None, :] & inside[:, None]
             else:
                 each = tl.dot(tl.trans(p), dout, input_precision="ieee")
                 each = tl.dot(tl.trans(ds), q, each, input_precision="ieee")
-                at = drows_ptr + target[:, None] + channel[None, :]
+                target = drows_ptr + first[:, None] + channel[None, :]
+                used = kept
             if ROWS == ATOMICS:
-                tl.atomic_add(at, each, mask=kept, sem="relaxed")
+                tl.atomic_add(target, each, mask=used, sem="relaxed")
             else:
-                tl.store(at, each, mask=kept)
+                tl.store(target, each, mask=used)
     if QUERIES:
         at = dq_ptr + (token * heads + wide_head) * CHANNELS + channel[None, :]
         tl.store(at, dq.to(dq_ptr.dtype.element_ty), mask)
