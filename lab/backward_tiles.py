@@ -159,7 +159,7 @@ def measured(
         chosen = choose_config(shape.heads, torch.bfloat16, target_of(device))
         ways: list[tuple[BackwardConfig, dict[str, Any]]] = [
             (chosen, {"deterministic": True}),
-            (dataclasses.replace(chosen, window_rows=32), {"deterministic": True}),
+            (dataclasses.replace(chosen, window_rows=64), {"deterministic": True}),
             (chosen, {"gradients": "queries"}),
             *((tile, {}) for tile in tiles(chosen)),
         ]  # fmt: skip

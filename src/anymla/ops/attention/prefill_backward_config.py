@@ -45,11 +45,11 @@ def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardCon
     if dtype == torch.float32:
         return BackwardConfig(_LEAST_HEADS, 16, 8)
     if target.name == "sm_90":
-        return BackwardConfig(_fitting(heads, 64), 32, 8, transposed=True, window_rows=64)
+        return BackwardConfig(_fitting(heads, 64), 32, 8, transposed=True, window_rows=32)
     if target.name in ("sm_80", "sm_100"):
-        return BackwardConfig(_fitting(heads, 32), 32, 8)
+        return BackwardConfig(_fitting(heads, 32), 32, 8, window_rows=32)
     if target.backend == "cuda":
-        return BackwardConfig(_LEAST_HEADS, 32, 8)
+        return BackwardConfig(_LEAST_HEADS, 32, 8, window_rows=32)
     if target.backend == "hip" and not target.narrow:
         return BackwardConfig(_fitting(heads, 32), 16, 4)
     return BackwardConfig(_LEAST_HEADS, 16, 8)
