@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from anymla.bench.gpu_timing import sums
-from anymla.bench.layer_setup import MODELS, DecodeBatch, LayerCase, LayerSetup
+from anymla.bench.layer_setup import (
+    MODELS,
+    DecodeBatch,
+    LayerCase,
+    LayerSetup,
+    shared_sizes,
+)
 from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
 from anymla.layers.plans import Plans
 from anymla.layers.side_stream import INLINE, SideStream
@@ -43,6 +49,8 @@ def cases(
     contexts: Iterable[int] = CONTEXTS,
     queries: int = 1,
     reads: Iterable[Reads] = (Reads.SLOTS,),
+    experts: int = 32,
+    share: int = 1,
 ) -> Iterator[LayerCase]:
     """Yield every combination once; a layer without entries takes as long at every context."""
     batches, contexts, reads = tuple(batches), tuple(contexts), tuple(reads)
@@ -50,7 +58,7 @@ def cases(
         for ratio in ratios:
             for context in contexts if ratio else contexts[:1]:
                 for batch, read in itertools.product(batches, reads):
-                    yield LayerCase(model, ratio, batch, context, queries=queries, reads=read)
+                    yield LayerCase(model, ratio, batch, context, experts, queries, read, share)
 
 
 def layer_cases(
@@ -72,11 +80,12 @@ def layer_cases(
     """
     device = clock.device
     options, second = EngineOptions(side_stream=beside), SideStream(device)
-    for (model, ratio, experts), same in itertools.groupby(chosen, _layer):
+    for (model, ratio, experts, share), same in itertools.groupby(chosen, _layer):
         clock.release()
         torch.manual_seed(0)
         with torch.inference_mode():
-            setup = LayerSetup(model, ratio, device, experts=experts)
+            changes = shared_sizes(model, share)
+            setup = LayerSetup(model, ratio, device, experts=experts, changes=changes)
             batches = []
             for case in same:
                 side = second if options.runs_beside(case.batch * case.queries) else INLINE
@@ -102,13 +111,15 @@ def _timeline(setup: LayerSetup, batch: DecodeBatch, _: Clock) -> Iterator[Subje
 
 def _name(case: LayerCase) -> str:
     name = f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}"
+    if case.share > 1:
+        name += f", share 1/{case.share}, {case.experts} experts"
     if case.queries == 1:
         return name
     return f"{name}, {case.queries} queries, rows {case.reads.value}"
 
 
-def _layer(case: LayerCase) -> tuple[str, int, int]:
-    return case.model, case.ratio, case.experts
+def _layer(case: LayerCase) -> tuple[str, int, int, int]:
+    return case.model, case.ratio, case.experts, case.share
 
 
 def compile_ahead(

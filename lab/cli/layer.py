@@ -39,6 +39,14 @@ from lab.peers import Peer
 @click.option(
     "--queries", default=1, show_default=True, type=click.IntRange(min=1), help="Of a request."
 )
+@click.option("--experts", default=32, show_default=True, type=click.IntRange(min=6))
+@click.option(
+    "--share",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="GPUs of tensor parallelism: one GPU's part, without their sums.",
+)
 @click.option(
     "--reads",
     "reads",
@@ -64,6 +72,8 @@ def layer(
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
     queries: int,
+    experts: int,
+    share: int,
     reads: tuple[str, ...],
     side_stream: bool | None,
     others: bool,
@@ -71,7 +81,7 @@ def layer(
 ) -> None:
     """Time one decode layer of DeepSeek-V4's real sizes on the GPU, and see where the time goes.
 
-    The layer has random weights, FP4 experts (32 of them) and FP8 caches, and is replayed as a CUDA
+    The layer has random weights, FP4 experts and FP8 caches, and is replayed as a CUDA
     graph; caches are larger than the device's. Without options: every ratio of both models, 1 to
     128 requests, 4k to 512k tokens of context.
     """
@@ -89,6 +99,8 @@ def layer(
         contexts or CONTEXTS,
         queries,
         [Reads[each.upper()] for each in reads] or [Reads.SLOTS],
+        experts,
+        share,
     )
     peers: list[Peer] = []
     modules = None

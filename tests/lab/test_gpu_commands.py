@@ -204,7 +204,7 @@ def test_the_indexer(bench, monkeypatch):
 
 @pytest.mark.usefixtures("peer")
 def test_layers_and_their_timeline(bench, monkeypatch):
-    def setup(model, ratio, device, *, experts):
+    def setup(model, ratio, device, *, experts, changes):
         return LayerSetup(model, ratio, device, experts=8, copies=1, changes=small_shapes.CONFIG)
 
     monkeypatch.setattr(layer, "LayerSetup", setup)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_shapes import CONFIG
 
-from anymla.bench.layer_setup import LayerCase, LayerSetup
+from anymla.bench.layer_setup import MODELS, LayerCase, LayerSetup, shared_sizes
 from anymla.bench.runner import run
 from anymla.compat import flash_mla
 from anymla.formats.page_layout import INDEX_FP8
@@ -185,10 +185,21 @@ def test_a_row_says_what_it_always_said(others, scripted, recorded_fields):
     assert clock.seen[0] == (6, 20)
 
 
+def test_one_gpus_part_of_a_layer_has_parts_of_its_heads_and_channels():
+    (case,) = cases(["flash"], [0], [1], [CONTEXT], experts=8, share=4)
+    assert (case.experts, case.share) == (8, 4)
+    changes = shared_sizes("flash", case.share)
+    part = LayerSetup("flash", 0, torch.device("meta"), experts=8, copies=1, changes=changes)
+    (layer,) = part.layers
+    assert len(layer.attention.heads.sink) * 4 == MODELS["flash"]["num_attention_heads"]
+    with pytest.raises(ValueError, match="64 of flash has no 5 equal parts"):
+        shared_sizes("flash", 5)
+
+
 def test_the_cases_of_a_layer_share_its_weights(monkeypatch, clock):
     made = []
 
-    def setup(model, ratio, device, *, experts):
+    def setup(model, ratio, device, *, experts, changes):
         made.append((model, ratio))
         return LayerSetup(model, ratio, device, experts=8, copies=1, changes=CONFIG)
 

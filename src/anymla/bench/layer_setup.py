@@ -42,6 +42,8 @@ class LayerCase:
         experts: routed experts that the layer has.
         queries: tokens of each that are run.
         reads: way in which a request's queries read the rows that they share.
+        share: number of GPUs that share the layer by tensor parallelism; one GPU's part is
+            measured, without the sums over them.
     """
 
     model: str
@@ -51,6 +53,21 @@ class LayerCase:
     experts: int = 32
     queries: int = 1
     reads: Reads = Reads.SLOTS
+    share: int = 1
+
+
+def shared_sizes(model: str, share: int) -> dict[str, int]:
+    """Return the sizes in a model's configuration of which each of ``share`` GPUs has its part.
+
+    Raises:
+        ValueError: a size cannot be divided by ``share``.
+    """
+    sizes = {}
+    for name in ("num_attention_heads", "o_groups", "moe_intermediate_size"):
+        sizes[name], rest = divmod(MODELS[model][name], share)
+        if rest:
+            raise ValueError(f"{name} {MODELS[model][name]} of {model} has no {share} equal parts")
+    return sizes
 
 
 class LayerSetup:
