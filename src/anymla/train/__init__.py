@@ -1,6 +1,34 @@
-"""Attention with gradients, whose forward pass is the operation that serves prompts."""
+"""Attention with gradients: what training frameworks call, forward as it serves."""
 
 from anymla.train.attention import attention, sparse_attention
+from anymla.train.compressor import compress
+from anymla.train.hyper_connection import (
+    hyper_collapse,
+    hyper_gates,
+    hyper_head,
+    hyper_post,
+    hyper_pre,
+)
+from anymla.train.indexer import index_loss
+from anymla.train.norm_rope import rms_norm, rope
 from anymla.train.plan import Plan
+from anymla.train.projection import grouped_projection
+from anymla.train.rows import heads_and_rows, round_rows
 
-__all__ = ["Plan", "attention", "sparse_attention"]
+__all__ = [
+    "Plan",
+    "attention",
+    "compress",
+    "grouped_projection",
+    "heads_and_rows",
+    "hyper_collapse",
+    "hyper_gates",
+    "hyper_head",
+    "hyper_post",
+    "hyper_pre",
+    "index_loss",
+    "rms_norm",
+    "rope",
+    "round_rows",
+    "sparse_attention",
+]
