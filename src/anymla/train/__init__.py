@@ -9,13 +9,16 @@ from anymla.train.hyper_connection import (
     hyper_post,
     hyper_pre,
 )
-from anymla.train.indexer import index_loss
+from anymla.train.indexer import index_loss, select_entries
+from anymla.train.layer import Attended, Attention
 from anymla.train.norm_rope import rms_norm, rope
 from anymla.train.plan import Plan
 from anymla.train.projection import grouped_projection
 from anymla.train.rows import heads_and_rows, round_rows
 
 __all__ = [
+    "Attended",
+    "Attention",
     "Plan",
     "attention",
     "compress",
@@ -30,5 +33,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "round_rows",
+    "select_entries",
     "sparse_attention",
 ]

@@ -1,4 +1,4 @@
-"""The loss by which an indexer learns from the attention that it selects for."""
+"""The indexer in training: the entries that it selects, and the loss by which it learns."""
 
 from __future__ import annotations
 
@@ -9,12 +9,81 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from anymla.formats.hadamard import hadamard_transform
+from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, get_layout
+from anymla.ops.indexer import indexer_q_rope_quant, select_topk
+from anymla.ops.indexer.interface import SCRATCH_BYTES
+from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, wide_dtype
 from anymla.train.plan import Plan
 
+# Rows of a page of index keys; kernels are compiled for it.
+_PAGE = 64
 # Elements of the products of a block of tokens, for all heads.
 _CPU_BLOCK = 1 << 22
 _DEVICE_BLOCK = 1 << 27
+
+
+@torch.no_grad()
+def select_entries(
+    iq: Tensor,
+    ik: Tensor,
+    weights: Tensor,
+    plan: Plan,
+    rope: Tensor,
+    *,
+    width: int,
+    layout: str,
+    positions: Tensor | None = None,
+    quantize: bool = True,
+    hadamard: bool = False,
+) -> Tensor:
+    """Select the best entries of every token by the operations that select when serving.
+
+    Args:
+        iq: index queries before rotation, [T, Hi, Di] floating point.
+        ik: rotated index keys from ``compress``, [E, Di] float32.
+        weights: weights of the index heads without factors, [T, Hi] floating point.
+        plan: plan of the sequences, of the keys' ratio.
+        rope: rotary table, [L, R] float32.
+        width: number of entries to keep for a token.
+        layout: identifier of the index cache's layout.
+        positions: positions that queries are rotated by, [T] int64; None for the plan's.
+        quantize: True to quantise queries as the keys are.
+        hadamard: True to transform MXFP4 queries and keys first.
+
+    Returns:
+        Entries of each token's sequence, ascending, then -1: [T, width] int32, as ``attention``
+        takes them.
+    """
+    quant = {INDEX_FP8: "fp8", INDEX_MXFP4: "mxfp4"}.get(layout, "none") if quantize else "none"
+    hadamard = hadamard and layout == INDEX_MXFP4
+    queries, scales, shares = indexer_q_rope_quant(
+        iq, weights, plan.positions.long() if positions is None else positions, rope,
+        softmax_scale=iq.shape[2] ** -0.5, head_scale=iq.shape[1] ** -0.5, quant=quant,
+        hadamard=hadamard,
+    )  # fmt: skip
+    # Every sequence has pages of its own.
+    counts = plan.cu_entries.long().diff()
+    pages = (counts + _PAGE - 1) // _PAGE
+    first = pages.cumsum(0) - pages
+    most = -(-plan.num_entries // _PAGE) + len(counts)
+    cache = get_layout(layout).allocate(max(most, 1), _PAGE, ik.device)
+    entry = torch.arange(plan.num_entries, device=ik.device)
+    owner = torch.searchsorted(plan.cu_entries[1:].long(), entry, right=True)
+    known = owner.clamp(max=max(len(counts) - 1, 0))
+    slot = (first * _PAGE - plan.cu_entries[:-1]).index_select(0, known) + entry
+    slot = torch.where(owner < len(counts), slot, -1)
+    keys = hadamard_transform(ik) if hadamard else ik
+    quantize_and_insert_k_cache(keys, cache, slot, layout=layout)
+    column = torch.arange(max(1, -(-plan.most_entries // _PAGE)), device=ik.device)
+    table = torch.where(column < pages.unsqueeze(1), first.unsqueeze(1) + column, -1).int()
+    return select_topk(
+        queries, cache, shares, plan.ranges[:, 3].contiguous(), table, width,
+        max_context=plan.most_entries, token_to_req=plan.sequence, layout=layout,
+        q_scales=scales if scales.numel() else None,
+        scratch_bytes=max(SCRATCH_BYTES, 8 * plan.most_entries),
+    )  # fmt: skip
 
 
 def index_loss(

@@ -1,4 +1,4 @@
-"""The grouped output projection with gradients."""
+"""Products with gradients whose forward pass is an operation that serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from anymla.ops.linear import grouped_output_projection
+from anymla.ops import linear as ops
 from anymla.ops.norm_rope import rope as rotate
 
 
@@ -34,11 +34,43 @@ def grouped_projection(o: Tensor, wo_a: Tensor, positions: Tensor, rope: Tensor)
     return z
 
 
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight^T`` in float32, as the projections of compressors are.
+
+    Args:
+        x: activations, [T, K] floating point.
+        weight: weight of any floating-point dtype, [N, K].
+
+    Returns:
+        Products [T, N] in float32 (float64 if an operand is). Gradients reach both arguments.
+    """
+    product: Tensor = _LinearFloat32.apply(x, weight)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _LinearFloat32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return ops.linear_float32(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy @ weight.to(dy.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight = (dy.T @ x.to(dy.dtype)).to(weight.dtype)
+        return dx, dweight
+
+
 class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: Tensor, wo_a: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(o, wo_a, positions, table)
-        return grouped_output_projection(o, positions, table, wo_a)
+        return ops.grouped_output_projection(o, positions, table, wo_a)
 
     @staticmethod
     @once_differentiable
@@ -52,6 +84,7 @@ class _Projection(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             heads = rotate(o, positions, table, inverse=True)
             dwo_a = torch.bmm(
-                by_group.transpose(1, 2), heads.view(len(o), len(wo_a), -1).transpose(0, 1)
+                by_group.transpose(1, 2),
+                heads.view(len(o), len(wo_a), wo_a.shape[2]).transpose(0, 1),
             )
         return do, dwo_a, None, None
