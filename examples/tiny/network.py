@@ -1,9 +1,9 @@
-"""DeepSeek-V4 in a differentiable form: whole sequences in batches, no pages, gradients everywhere.
+"""DeepSeek-V4 in a differentiable form: packed sequences, no pages, gradients everywhere.
 
-Written for training: the same mathematics as ``anymla``'s model, from the same ``ModelConfig`` and
-under the same tensor names, but with attention over blocks of the sequence and every expert run for
-every token. What rounds in use (FP8 and MXFP4 weights, FP8 cache rows) can be rounded here as well,
-with gradients passed straight through.
+The same mathematics as ``anymla``'s model, under the same tensor names. Attention, its rounded rows
+and entries, hyper-connections and the indexer's loss are those of ``anymla.train``; every expert
+runs for every token. What rounds in use (FP8 and MXFP4 weights, FP8 cache rows) can be rounded here
+as well, with gradients passed straight through.
 
 The indexer learns apart from the rest: its inputs are detached, and its loss is the KL divergence
 from the attention that the heads together pay to the compressed entries (as in DeepSeek's report on
@@ -13,15 +13,25 @@ V3.2). The heads attend to all entries while it is young, then to its top-k.
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from kernels import attention_weights, collapse, expand, rope, swiglu
 from torch import Tensor
 
-WINDOW_BLOCK = 128
+from anymla import train
+from anymla.layers.caches import CACHE_FORMATS
+from anymla.layers.rope_table import RopeTable
+from anymla.layers.spec import LayerSpec
+from anymla.ops.norm_rope.rope_tables import YarnScaling
+from anymla.train.layer import Sizes
+
+# Positions that the rotary tables hold; those of training jump up to 34,816.
+LONGEST = 65536
+# Matrices of attention that are stored in FP8; and those that are used in the activations' dtype.
+_FP8 = re.compile(r"(wq_a|wq_b|wkv|wo_a|wo_b)\.weight$")
+_POOLED = re.compile(r"compressor\.\w+\.weight$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,27 +203,6 @@ def fixed(n: Numbers, seed: int) -> dict[str, Tensor]:
     return out
 
 
-def frequencies(n: Numbers, compressed: bool) -> Tensor:
-    """Radians per position of each pair."""
-    theta = n.compress_theta if compressed else n.theta
-    inverse = theta ** -(torch.arange(0, n.rope_dim, 2, dtype=torch.float32) / n.rope_dim)
-    if not compressed:
-        return inverse
-    factor, original, fast, slow = n.yarn
-
-    def pair(rotations: float) -> float:
-        return n.rope_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = max(math.floor(pair(fast)), 0), min(math.ceil(pair(slow)), n.rope_dim - 1)
-    blend = ((torch.arange(n.rope_dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return inverse * (1 - blend) + inverse / factor * blend
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """X / rms(x) * weight."""
-    return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
-
-
 def straight(x: Tensor, rounded: Tensor) -> Tensor:
     """The rounded value with the gradient of x."""
     return x + (rounded - x).detach()
@@ -228,13 +217,6 @@ def _power(amax: Tensor, largest: float) -> Tensor:
 def round_e4m3(x: Tensor) -> Tensor:
     """To the nearest e4m3 value, saturating, without a cast that a CPU may lack."""
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
-
-
-def round_rows(x: Tensor, block: int) -> Tensor:
-    """FP8 in blocks of channels with power-of-two scales, as cache rows and activations are."""
-    parts = x.float().unflatten(-1, (-1, block))
-    scale = _power(parts.abs().amax(-1, keepdim=True).clamp(min=1e-4), 448.0)
-    return straight(x, (round_e4m3(parts / scale) * scale).flatten(-2).to(x.dtype))
 
 
 def round_fp8_weight(w: Tensor) -> Tensor:
@@ -284,7 +266,6 @@ class Network:
         quantized: round weights and cache rows as they will be stored.
         sparse: attend to the indexer's top-k entries instead of all.
         dtype: of activations.
-        query_block: queries whose index scores of single heads exist at a time; None for all.
     """
 
     def __init__(
@@ -296,44 +277,76 @@ class Network:
         self.quantized = False
         self.sparse = False
         self.dtype = torch.float32
-        self.query_block: int | None = None
+        self._site_options = {"norm_eps": n.eps, "hc_eps": n.hc_eps, "iters": n.iterations}
         device = weights["embed.weight"].device
-        self._freq = {flag: frequencies(n, flag).to(device) for flag in (False, True)}
+        plain = RopeTable(n.rope_dim, n.theta, None, device)
+        compressed = RopeTable(n.rope_dim, n.compress_theta, YarnScaling(*n.yarn), device)
+        for rope in (plain, compressed):
+            rope.table_for(LONGEST)
+        self._layers = {
+            p: _layer(n, index, ratio, compressed if ratio else plain)
+            for index, (p, ratio) in enumerate(n.blocks)
+        }
+        self._packed: dict[tuple[int, int], dict[int, train.Plan]] = {}
 
     def __call__(self, tokens: Tensor, positions: Tensor, *, drafts: bool = True) -> Output:
         """Run the backbone, and the draft layer if asked.
 
         Args:
-            tokens: [B, T], T a multiple of 128.
-            positions: [B, T]; multiples of 128 tokens begin at multiples of 128.
+            tokens: [B, T].
+            positions: [B, T], ascending; a window does not reach across a gap of 128 or more.
             drafts: whether to run the draft layer.
         """
-        n = self.n
+        n, size = self.n, tokens.shape
         self._index_losses: list[Tensor] = []
         self._loads: dict[str, Tensor] = {}
-        embedded = self._w("embed.weight")[tokens]
-        h = embedded.unsqueeze(2).expand(-1, -1, n.streams, -1)
+        self._plans, self._positions = self._plan(positions), positions.flatten()
+        ids = tokens.flatten()
+        embedded = self._w("embed.weight")[ids]
+        h = embedded.unsqueeze(1).expand(-1, n.streams, -1)
         for p, ratio in n.blocks[: len(n.ratios)]:
-            h = self._block(h, tokens, positions, p, ratio)
-        hidden = rms_norm(self._collapse(h, "hc_head"), self.weights["norm.weight"], n.eps)
+            h = self._block(h, ids, p, ratio)
+        hidden = self._head(h, "hc_head", "norm.weight")
         guess = None
         if drafts and n.drafts:
-            guess = self._draft(h, embedded, tokens, positions)
+            following = embedded.view(*size, -1).roll(-1, 1).flatten(0, 1)
+            guess = self._draft(h, following, ids).view(*size, -1)
         zero = hidden.new_zeros((), dtype=torch.float32)
-        return Output(hidden, guess, sum(self._index_losses, zero), self._loads)
+        loss = sum(self._index_losses, zero)
+        return Output(hidden.view(*size, -1), guess, loss, self._loads)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of normalised rows."""
         return F.linear(hidden, self._w("head.weight"))
 
-    def _draft(self, h: Tensor, embedded: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _plan(self, positions: Tensor) -> dict[int, train.Plan]:
+        """Plans of a batch by ratio, their windows cut at gaps between positions."""
+        n, (batch, length) = self.n, positions.shape
+        plans = self._packed.get((batch, length))
+        if plans is None:
+            starts = list(range(0, batch * length + 1, length))
+            plans = {
+                ratio: train.Plan(starts, ratio, n.window, device=positions.device)
+                for _, ratio in n.blocks
+            }
+            self._packed[batch, length] = plans
+        token = torch.arange(length, device=positions.device)
+        gap = positions.diff(prepend=positions[:, :1] - 1, dim=1) != 1
+        run = torch.where(gap, token, 0).cummax(1).values
+        count = (token - run + 1).clamp(max=n.window).flatten().int()
+        end = torch.arange(1, len(count) + 1, dtype=torch.int32, device=count.device)
+        for plan in plans.values():
+            plan.ranges[:, 0] = end - count
+            plan.ranges[:, 1] = count
+        return plans
+
+    def _draft(self, h: Tensor, following: Tensor, ids: Tensor) -> Tensor:
         """Position t sees the streams of t and the embedding of t + 1; the last means nothing."""
-        p, eps = "mtp.0.", self.n.eps
-        following = torch.cat((embedded[:, 1:], embedded[:, :1]), 1)
-        e = self._fp8(p + "e_proj", rms_norm(following, self.weights[p + "enorm.weight"], eps))
-        g = self._fp8(p + "h_proj", rms_norm(h, self.weights[p + "hnorm.weight"], eps))
-        h = self._block(e.unsqueeze(2) + g, tokens, positions, p, 0)
-        return rms_norm(self._collapse(h, p + "hc_head"), self.weights[p + "norm.weight"], eps)
+        p, eps, w = "mtp.0.", self.n.eps, self.weights
+        e = self._fp8(p + "e_proj", train.rms_norm(following, w[p + "enorm.weight"], eps))
+        g = self._fp8(p + "h_proj", train.rms_norm(h, w[p + "hnorm.weight"], eps))
+        h = self._block(e.unsqueeze(1) + g, ids, p, 0)
+        return self._head(h, p + "hc_head", p + "norm.weight")
 
     def _w(self, name: str) -> Tensor:
         return self.weights[name].to(self.dtype)
@@ -343,32 +356,45 @@ class Network:
         w = self.weights[name + ".weight"]
         return F.linear(x, (round_fp8_weight(w) if self.quantized else w).to(x.dtype))
 
-    def _mix(self, h: Tensor, prefix: str) -> Tensor:
-        flat = rms_norm(h.flatten(-2).float(), None, self.n.eps)
-        return F.linear(flat, self.weights[prefix + "_fn"])
+    def _gates(self, prefix: str) -> tuple[Tensor, ...]:
+        return tuple(self.weights[f"{prefix}_{name}"] for name in ("fn", "base", "scale"))
 
-    def _collapse(self, h: Tensor, prefix: str) -> Tensor:
-        mix = self._mix(h, prefix) * self.weights[prefix + "_scale"]
-        return collapse(h, torch.sigmoid(mix + self.weights[prefix + "_base"]) + self.n.hc_eps)
+    def _head(self, h: Tensor, prefix: str, norm: str) -> Tensor:
+        eps = self.n.eps
+        y = train.hyper_head(h, *self._gates(prefix), norm_eps=eps, hc_eps=self.n.hc_eps)
+        return train.rms_norm(y, self.weights[norm], eps)
 
-    def _site(self, h: Tensor, prefix: str, inner: Callable[[Tensor], Tensor]) -> Tensor:
-        """A sub-layer between its hyper-connection's gates."""
-        n, s = self.n.streams, self.weights[prefix + "_scale"]
-        mix, base = self._mix(h, prefix), self.weights[prefix + "_base"]
-        pre, post, comb = gates(mix, base, s, n, self.n.iterations, self.n.hc_eps)
-        return expand(h, inner(collapse(h, pre)), post, comb)
+    def _block(self, h: Tensor, ids: Tensor, p: str, ratio: int) -> Tensor:
+        h = self._site(h, p, "attn", lambda y: self._attention(y, p, ratio))
+        return self._site(h, p, "ffn", lambda y: self._experts(y, ids, p))
 
-    def _block(self, h: Tensor, tokens: Tensor, positions: Tensor, p: str, ratio: int) -> Tensor:
-        eps, w = self.n.eps, self.weights
+    def _site(self, h: Tensor, p: str, kind: str, inner: Callable[[Tensor], Tensor]) -> Tensor:
+        """A sub-layer between its hyper-connection's gates, behind its norm."""
+        norm = self.weights[f"{p}{kind}_norm.weight"]
+        gates = self._gates(f"{p}hc_{kind}")
+        y, post, comb = train.hyper_pre(h, *gates, norm_weight=norm, **self._site_options)
+        return train.hyper_post(inner(y), h, post, comb)
 
-        def attention(y: Tensor) -> Tensor:
-            return self._attention(rms_norm(y, w[p + "attn_norm.weight"], eps), positions, p, ratio)
+    def _attention(self, x: Tensor, p: str, ratio: int) -> Tensor:
+        """The layer's attention, with its weights as they are used."""
+        layer = self._layers[p]
+        layer.format = CACHE_FORMATS["fp8" if self.quantized else "fp32"]
+        layer.index_stage = "sparse" if self.sparse else "dense"
+        weights = {name: self._used(f"{p}attn.{name}") for name, _ in layer.named_parameters()}
+        out, loss, _ = torch.func.functional_call(
+            layer, weights, (x, self._plans[ratio]), {"positions": self._positions}
+        )
+        if loss is not None:
+            self._index_losses.append(loss)
+        return out
 
-        def experts(y: Tensor) -> Tensor:
-            return self._experts(rms_norm(y, w[p + "ffn_norm.weight"], eps), tokens, p)
-
-        h = self._site(h, p + "hc_attn", attention)
-        return self._site(h, p + "hc_ffn", experts)
+    def _used(self, name: str) -> Tensor:
+        """A weight of attention: matrices in the activations' dtype, rounded as they are stored."""
+        w = self.weights[name]
+        if w.ndim < 2 or name.endswith("ape"):
+            return w
+        rounds = self.quantized and _FP8.search(name) and not _POOLED.search(name)
+        return (round_fp8_weight(w) if rounds else w).to(self.dtype)
 
     def _experts(self, x: Tensor, tokens: Tensor, p: str) -> Tensor:
         """All experts for all tokens, weighted; most weights are zero."""
@@ -382,7 +408,7 @@ class Network:
             chosen = (scores.detach() + bias).topk(n.experts_per_token, -1).indices
         member = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
         if table is None:
-            self._loads[p + "ffn.gate.bias"] = member.detach().mean((0, 1))
+            self._loads[p + "ffn.gate.bias"] = member.detach().mean(0)
         share = scores * member
         share = share / share.sum(-1, keepdim=True) * n.routed_scale
 
@@ -401,151 +427,30 @@ class Network:
         inner = swiglu(self._fp8(s + "w1", x), self._fp8(s + "w3", x), one, n.limit)
         return out + self._fp8(s + "w2", inner)
 
-    def _rows(self, rows: Tensor) -> Tensor:
-        """Cache rows as they read back: FP8 without the rotated channels."""
-        if not self.quantized:
-            return rows
-        plain = self.n.head_dim - self.n.rope_dim
-        return torch.cat((round_rows(rows[..., :plain], 64), rows[..., plain:]), -1)
 
-    def _pool(self, x: Tensor, name: str, ratio: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """Compressed entries [B, T // ratio, dim], rotated at their first token's position."""
-        w = self.weights
-        dim = len(w[name + "norm.weight"])
-        kv, gate = (
-            F.linear(x, self._w(name + "wkv.weight")),
-            F.linear(x, self._w(name + "wgate.weight")),
-        )
-        kv, gate = (part.float().unflatten(1, (-1, ratio)) for part in (kv, gate))
-        gate = gate + w[name + "ape"]
-        if ratio == 4:  # the first half of the channels goes to the next window's entry
-            kv, gate = (_overlap(part, dim, fill) for part, fill in ((kv, 0.0), (gate, -1e30)))
-        pooled = (gate.softmax(2) * kv).sum(2)
-        normed = rms_norm(pooled, w[name + "norm.weight"], self.n.eps).to(x.dtype)
-        return rope(normed, cos[:, ::ratio], sin[:, ::ratio])
-
-    def _attention(self, x: Tensor, positions: Tensor, p: str, ratio: int) -> Tensor:
-        n, w, eps = self.n, self.weights, self.n.eps
-        a = p + "attn."
-        angle = positions.unsqueeze(-1).float() * self._freq[ratio > 0]
-        cos, sin = angle.cos(), angle.sin()
-        latent = rms_norm(self._fp8(a + "wq_a", x), w[a + "q_norm.weight"], eps)
-        q = self._fp8(a + "wq_b", latent).unflatten(-1, (n.heads, -1))
-        q = rope(rms_norm(q, None, eps), cos, sin)
-        kv = rms_norm(self._fp8(a + "wkv", x), w[a + "kv_norm.weight"], eps)
-        kv = self._rows(rope(kv, cos, sin))
-        entries = keys = queries = None
-        if ratio:
-            entries = self._rows(self._pool(x, a + "compressor.", ratio, cos, sin))
-        if ratio == 4:
-            c, still = a + "indexer.", x.detach()
-            keys = self._pool(still, c + "compressor.", ratio, cos, sin)
-            iq = self._fp8(c + "wq_b", latent.detach()).unflatten(-1, (n.index_heads, -1))
-            head = F.linear(still, self._w(c + "weights_proj.weight")).float()
-            queries = (rope(iq, cos, sin), head * (n.index_dim * n.index_heads) ** -0.5)
-        out = self._attend(q, kv, entries, queries, keys, positions, w[a + "attn_sink"], ratio)
-        out = rope(out, cos, sin, inverse=True)
-        groups = out.flatten(2).unflatten(-1, (n.groups, -1))
-        wo_a = w[a + "wo_a.weight"]
-        wo_a = (round_fp8_weight(wo_a) if self.quantized else wo_a).to(x.dtype)
-        z = torch.einsum("btgc,grc->btgr", groups, wo_a.unflatten(0, (n.groups, -1)))
-        return self._fp8(a + "wo_b", z.flatten(2))
-
-    def _attend(self, q, kv, entries, queries, keys, positions, sink, ratio: int) -> Tensor:
-        """Window, compressed entries and sink: [B, T, H, head_dim]."""
-        n, size, length = self.n, WINDOW_BLOCK, q.shape[1]
-        rows = _with_previous(kv, size)
-        window = torch.einsum("bcqhd,bckd->bcqhk", q.unflatten(1, (-1, size)), rows).flatten(1, 2)
-        scored = keep = index = None
-        if entries is not None:
-            scored = torch.einsum("bqhd,bed->bqhe", q, entries)
-            if queries is not None:
-                index = self._index_scores(queries, keys, ratio)
-                if self.sparse and index.shape[-1] > n.topk:
-                    chosen = index.detach().topk(n.topk, -1).indices
-                    keep = torch.zeros_like(index, dtype=torch.bool).scatter_(-1, chosen, True)
-        near, far = attention_weights(
-            window, scored, sink, positions, keep=keep, ratio=ratio,
-            size=size, reach=n.window, scale=n.head_dim**-0.5,
-        )  # fmt: skip
-        out = torch.einsum("bcqhk,bckd->bcqhd", near.unflatten(1, (-1, size)), rows).flatten(1, 2)
-        if far is None:
-            return out
-        if index is not None and torch.is_grad_enabled():
-            seen = _visible(length, index.shape[-1], ratio, q.device)
-            attention = far.detach().float().mean(2)
-            self._index_losses.append(
-                _divergence(attention, index, seen if keep is None else seen & keep)
-            )
-        return out + torch.einsum("bqhe,bed->bqhd", far, entries)
-
-    def _index_scores(self, queries, keys: Tensor, ratio: int) -> Tensor:
-        """The indexer's scores of all entries, float32 [B, T, E]; -1e30 where there is none yet."""
-        iq, head = queries
-        step = self.query_block or iq.shape[1]
-        parts = []
-        for start in range(0, iq.shape[1], step):
-            block = slice(start, start + step)
-            dots = torch.einsum("bqhd,bed->bqhe", iq[:, block], keys).relu()
-            parts.append(torch.einsum("bqhe,bqh->bqe", dots, head[:, block].to(dots.dtype)).float())
-        scores = torch.cat(parts, 1)
-        return scores.masked_fill(~_visible(*scores.shape[1:], ratio, scores.device), -1e30)
+def _layer(n: Numbers, index: int, ratio: int, rope: RopeTable) -> train.Attention:
+    """A layer's attention, without weights of its own."""
+    chooses = ratio == 4
+    spec = LayerSpec(
+        index=index, role="backbone", ratio=ratio, overlap=chooses, selects=chooses,
+        window=n.window, selection_width=n.topk if chooses else 0,
+    )  # fmt: skip
+    sizes = Sizes(
+        n.hidden, n.heads, n.head_dim, n.q_lora, n.groups, n.o_lora, n.index_heads, n.index_dim,
+        n.eps,
+    )  # fmt: skip
+    return train.Attention(spec, sizes, rope, CACHE_FORMATS["fp32"], device="meta")
 
 
-def _visible(length: int, count: int, ratio: int, device: torch.device) -> Tensor:
-    """Bool [1, T, E]: entry e is there from token ratio * (e + 1) - 1 on."""
-    closed = (torch.arange(length, device=device) + 1) // ratio
-    return (torch.arange(count, device=device) < closed.unsqueeze(1)).unsqueeze(0)
-
-
-def gates(mix: Tensor, base: Tensor, scale: Tensor, n: int, iterations: int, eps: float):
-    """The pre [.., N], post [.., N] and comb [.., N, N] gates of a hyper-connection."""
-    pre = torch.sigmoid(mix[..., :n] * scale[0] + base[:n]) + eps
-    post = 2 * torch.sigmoid(mix[..., n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = (mix[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
-    start = comb.softmax(-1) + eps
-    with torch.no_grad():
-        settled = sinkhorn(start.detach(), iterations, eps)
-        factor = settled / start.detach()
-    # The iteration's limit does not depend on how rows and columns are scaled before it, so its
-    # gradient is that of a few iterations from where it has settled.
-    return pre, post, sinkhorn(start * factor, 3, eps) if torch.is_grad_enabled() else settled
-
-
-def sinkhorn(x: Tensor, iterations: int, eps: float) -> Tensor:
-    """Divide by sums over the first and the last axis in turn; columns first and last."""
-    x = x / (x.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        x = x / (x.sum(-1, keepdim=True) + eps)
-        x = x / (x.sum(-2, keepdim=True) + eps)
-    return x
-
-
-def _divergence(attention: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
-    """KL(attention over entries || softmax of index scores), by how much attention there is.
+def swiglu(gate: Tensor, up: Tensor, share: Tensor, limit: float) -> Tensor:
+    """silu(min(gate, L)) * clamp(up, -L, L) * share of its expert.
 
     Args:
-        attention: [B, n, E], mean over heads.
-        scores: [B, n, E].
-        mask: bool [B or 1, n, E], entries that could be attended to.
+        gate: [T, experts * width].
+        up: the same.
+        share: float32 [T, experts].
+        limit: L.
     """
-    mass = attention.sum(-1)
-    target = attention / mass.clamp(min=1e-6).unsqueeze(-1)
-    log_q = scores.masked_fill(~mask, -1e30).log_softmax(-1)
-    kl = (target * (target.clamp(min=1e-9).log() - log_q)).masked_fill(~mask, 0).sum(-1)
-    weight = mass + 0.02
-    seen = mask.any(-1).to(kl.dtype).expand_as(kl)
-    return (kl * weight * seen).sum() / (weight * seen).sum().clamp(min=1.0)
-
-
-def _with_previous(x: Tensor, size: int) -> Tensor:
-    """[B, T, D] -> [B, T / size, 2 size, D]: each block behind the one before it, or itself."""
-    blocks = x.unflatten(1, (-1, size))
-    return torch.cat((torch.cat((blocks[:, :1], blocks[:, :-1]), 1), blocks), 2)
-
-
-def _overlap(x: Tensor, dim: int, fill: float) -> Tensor:
-    """[B, E, 4, 2 dim] -> [B, E, 8, dim]: the window before gives its first half of channels."""
-    first, second = x[..., :dim], x[..., dim:]
-    shifted = torch.cat((torch.full_like(first[:, :1], fill), first[:, :-1]), 1)
-    return torch.cat((shifted, second), 2)
+    inner = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    parts = inner.unflatten(-1, (share.shape[-1], -1))
+    return (parts * share.to(inner.dtype).unsqueeze(-1)).flatten(-2)

@@ -219,8 +219,7 @@ def examine(
 ) -> list[float]:
     """Share of passkeys found, every digit, at each depth of texts of ``length`` tokens."""
     device = net.weights["embed.weight"].device
-    was = net.sparse, net.query_block
-    net.sparse, net.query_block = True, 2048
+    was, net.sparse = net.sparse, True
     exams = [writer.exam(length, depth, facts=4) for depth in depths for _ in range(tries)]
     digits = np.stack([value for _, value in exams])
     rows = np.stack([np.concatenate(exam) for exam in exams])
@@ -232,7 +231,7 @@ def examine(
         hidden = net(ids, positions.expand(len(ids), -1), drafts=False).hidden
         guess = net.logits(hidden[:, -digits.shape[1] - 1 : -1]).argmax(-1).cpu().numpy()
         found.append((guess == digits[start : start + at_once]).all(1))
-    net.sparse, net.query_block = was
+    net.sparse = was
     right = np.concatenate(found).reshape(len(depths), tries)
     return [round(float(share), 3) for share in right.mean(1)]
 

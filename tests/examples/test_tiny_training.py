@@ -1,9 +1,7 @@
-"""How the tiny checkpoint is trained: the texts, the kernels, the network and a few steps."""
+"""How the tiny checkpoint is trained: the texts, the network and a few steps."""
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,50 +13,6 @@ from anymla.model.load import load_model
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 CHECKPOINT = TINY / "checkpoint"
-KERNELS = """
-import torch
-import kernels
-
-def compare(name, function, *inputs):
-    results = []
-    for flag in (False, True):
-        kernels.fused = lambda _: flag
-        leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-        out = function(*leaves)
-        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
-        results.append([out.detach(), *(x.grad for x in leaves if x.requires_grad)])
-    for ours, plain in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5, msg=name)
-
-def r(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-torch.manual_seed(0)
-cos, sin = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-jump = torch.arange(32).expand(2, -1).clone()
-jump[1, 16:] += 64
-keep = torch.rand(2, 32, 8) > 0.4
-same = dict(size=8, reach=8, scale=0.5)
-
-def both(ratio, keep):
-    def run(window, entries, sink):
-        near, far = kernels.attention_weights(
-            window, entries, sink, jump, keep=keep, ratio=ratio, **same
-        )
-        return torch.cat([near, 3 * far], -1)
-    return run
-
-compare("collapse", kernels.collapse, r(2, 3, 4, 32), r(2, 3, 4))
-compare("expand", kernels.expand, r(2, 3, 4, 32), r(2, 3, 32), r(2, 3, 4), r(2, 3, 4, 4))
-compare("rope", lambda x: kernels.rope(x, cos, sin), r(2, 3, 5, 64))
-compare("inverse", lambda x: kernels.rope(x, cos, sin, inverse=True), r(2, 3, 64))
-def swiglu(gate, up, share):
-    return kernels.swiglu(gate, up, share, 1.0)
-
-compare("swiglu", swiglu, r(2, 3, 64), r(2, 3, 64), r(2, 3, 4))
-compare("softmax", both(4, None), r(2, 32, 3, 16), r(2, 32, 3, 8), r(3))
-compare("top-k", both(4, keep), r(2, 32, 3, 16), r(2, 32, 3, 8), r(3))
-"""
 
 
 @pytest.fixture
@@ -69,14 +23,6 @@ def writer():
     inner = vocabulary.read(CHECKPOINT)
     text = inner.encode((TINY / "persuasion.txt").read_text("utf-8")[:40_000]).ids[1:]
     return Writer(inner, np.array(text), seed=0)
-
-
-def test_kernels_do_what_their_plain_forms_do() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TINY)}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNELS], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_tokenizer_has_every_pair_of_digits(writer) -> None:
@@ -134,13 +80,13 @@ def test_a_few_steps_learn_a_batch_by_heart(writer) -> None:
     import shape
     from network import Network, Numbers, fixed, initial
     from optimizer import Optimizer, clip
+
     from train import loss_of
 
     small = {
-        "hidden_size": 64, "head_dim": 96, "qk_rope_head_dim": 32, "index_head_dim": 48,
-        "num_attention_heads": 2, "q_lora_rank": 64, "o_lora_rank": 32, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "index_n_heads": 2,
-        "index_topk": 8, "hc_sinkhorn_iters": 3,
+        "hidden_size": 64, "num_attention_heads": 2, "q_lora_rank": 64, "o_lora_rank": 32,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "index_n_heads": 2, "index_topk": 8, "hc_sinkhorn_iters": 3,
     }  # fmt: skip
     numbers = Numbers.of(shape.config(1536, **small))
     weights = {k: v.requires_grad_() for k, v in initial(numbers, 0).items()}
@@ -166,8 +112,9 @@ def test_a_few_steps_learn_a_batch_by_heart(writer) -> None:
 
 def test_the_command_trains_and_writes_a_checkpoint(tmp_path, monkeypatch) -> None:
     """All of ``train.py --small`` but the download, with fewer steps."""
-    import train
     import vocabulary
+
+    import train
 
     inner = vocabulary.read(CHECKPOINT)
     vocabulary.write(inner, tmp_path, 1 << 20)

@@ -19,6 +19,7 @@ from anymla.train.norm_rope import rms_norm, rope
 from anymla.train.plan import Plan
 from anymla.train.projection import grouped_projection, linear_float32
 from anymla.train.rows import heads_and_rows, round_rows
+from anymla.train.windows import windows_of
 
 IndexStage = Literal["frozen", "sparse", "dense"]
 
@@ -124,13 +125,14 @@ class Attention(nn.Module):
         if spec.ratio:
             self.compressor = _Compressor(spec, sizes, width, made)
         if spec.selects:
-            self.indexer = _Indexer(spec, sizes, format.index, made)
+            self.indexer = _Indexer(spec, sizes, made)
 
     def forward(
         self,
         x: Tensor,
         plan: Plan,
         *,
+        positions: Tensor | None = None,
         lists: Tensor | None = None,
         token_weights: Tensor | None = None,
         deterministic: bool | None = None,
@@ -140,6 +142,8 @@ class Attention(nn.Module):
         Args:
             x: the layer's normalised input, [T, hidden].
             plan: plan of the batch, of the spec's ratio and window.
+            positions: positions for the rotary table, [T] int64, of sequences with gaps; None for
+                those of the plan. The table must have been grown to them.
             lists: entries to attend to instead of the indexer's choice, [T, K] int32, as an engine
                 chose them; None to select here.
             token_weights: weights of the tokens in the index loss, [T] float32; None for 1 / T.
@@ -157,35 +161,48 @@ class Attention(nn.Module):
             raise ValueError(
                 f"Attention: plan must have ratio {spec.ratio}, window {spec.window}, got {got}"
             )
-        at, table = plan.positions.long(), self.rope.table_for(plan.tokens)
+        at = plan.positions.long() if positions is None else positions
+        table = self.rope.table_for(plan.tokens)
+        firsts = None
+        if positions is not None and spec.ratio:
+            firsts = windows_of(plan).first(positions)
+        angles = _Angles(table, at, firsts)
+        learns = self.index_stage != "frozen" and torch.is_grad_enabled()
         latent = self.q_norm(self.wq_a(x))
         kv = self.kv_norm(self.wkv(x))
         q = self.wq_b(latent).unflatten(-1, (self.heads, -1))
         q, rows = heads_and_rows(q, kv, at, table, eps=self.eps, layout=self.format.main)
         entries = None
         if self.compressor is not None:
-            pooled = self.compressor(x, plan, table)
+            pooled = self.compressor(x, plan, angles)
             entries = round_rows(pooled, self.format.entries, dtype=q.dtype)
         index = None
         if self.indexer is not None:
-            index = self.indexer.inputs(x, latent, plan, table, learns=self.index_stage != "frozen")
+            index = self.indexer.inputs(x, latent, plan, angles, learns=learns)
             dense = self.index_stage == "dense" or plan.most_entries <= spec.selection_width
             if lists is None and not dense:
-                lists = self.indexer.select(index, plan, table)
+                lists = self.indexer.select(index, plan, angles, self.format.index)
         o, lse = attention(
             q, rows, entries, plan, lists, self.attn_sink, deterministic=deterministic
         )
         wo_a = self.wo_a.weight.unflatten(0, (self.groups, -1))
         out = self.wo_b(grouped_projection(o, wo_a, at, table))
         loss = None
-        if self.indexer is not None and index is not None and self.index_stage != "frozen":
-            assert entries is not None
-            iq, ik, weights = self.indexer.rounded(index, plan, table)
+        if learns and self.indexer is not None and index is not None and entries is not None:
+            iq, ik, weights = self.indexer.rounded(index, angles, self.format.index)
             loss = index_loss(
                 iq, ik, weights, plan, q, entries, lse, self.attn_sink, lists=lists,
                 token_weights=token_weights,
             )  # fmt: skip
         return Attended(out, loss, lists)
+
+
+class _Angles(NamedTuple):
+    """Rotary table, positions of tokens [T], and of entries [E] (None for those of the plan)."""
+
+    table: Tensor
+    tokens: Tensor
+    entries: Tensor | None
 
 
 class _Norm(nn.Module):
@@ -209,11 +226,13 @@ class _Compressor(nn.Module):
         self.ape = nn.Parameter(torch.zeros(spec.ratio, wide, device=made["device"]))
         self.norm = _Norm(width, sizes.rms_norm_eps, made["device"])
 
-    def forward(self, x: Tensor, plan: Plan, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, plan: Plan, angles: _Angles) -> Tensor:
         both = linear_float32(x, torch.cat((self.wkv.weight, self.wgate.weight)))
         kv, gate = both.split(self.ape.shape[1], dim=-1)
-        norm = self.norm
-        return compress(kv, gate, self.ape, norm.weight, plan, eps=norm.eps, rope=table)
+        return compress(
+            kv, gate, self.ape, self.norm.weight, plan, eps=self.norm.eps, rope=angles.table,
+            positions=angles.entries,
+        )  # fmt: skip
 
 
 class _IndexInputs(NamedTuple):
@@ -225,39 +244,40 @@ class _IndexInputs(NamedTuple):
 
 
 class _Indexer(nn.Module):
-    def __init__(self, spec: LayerSpec, sizes: Sizes, layout: str, made: dict[str, Any]) -> None:
+    def __init__(self, spec: LayerSpec, sizes: Sizes, made: dict[str, Any]) -> None:
         super().__init__()
-        self.spec, self.layout, self.heads = spec, layout, sizes.index_n_heads
+        self.spec, self.heads = spec, sizes.index_n_heads
         width = sizes.index_head_dim
         self.wq_b = nn.Linear(sizes.q_lora_rank, self.heads * width, **made)
         self.weights_proj = nn.Linear(sizes.hidden_size, self.heads, **made)
         self.compressor = _Compressor(spec, sizes, width, made)
 
     def inputs(
-        self, x: Tensor, latent: Tensor, plan: Plan, table: Tensor, *, learns: bool
+        self, x: Tensor, latent: Tensor, plan: Plan, angles: _Angles, *, learns: bool
     ) -> _IndexInputs:
         """Project queries, keys and weights of detached inputs; no graph unless it learns."""
-        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(learns):
             x = x.detach()
             q = self.wq_b(latent.detach()).unflatten(-1, (self.heads, -1))
-            return _IndexInputs(q, self.compressor(x, plan, table), self.weights_proj(x))
+            return _IndexInputs(q, self.compressor(x, plan, angles), self.weights_proj(x))
 
-    def select(self, index: _IndexInputs, plan: Plan, table: Tensor) -> Tensor:
+    def select(self, index: _IndexInputs, plan: Plan, angles: _Angles, layout: str) -> Tensor:
         """Select each token's entries as an engine does."""
         q = index.q
         return select_entries(
-            q, index.keys, index.weights, plan, table, width=self.spec.selection_width,
-            layout=self.layout, quantize=q.dtype != torch.float32, hadamard=self.spec.hadamard,
+            q, index.keys, index.weights, plan, angles.table, width=self.spec.selection_width,
+            layout=layout, positions=angles.tokens, quantize=q.dtype != torch.float32,
+            hadamard=self.spec.hadamard,
         )  # fmt: skip
 
     def rounded(
-        self, index: _IndexInputs, plan: Plan, table: Tensor
+        self, index: _IndexInputs, angles: _Angles, layout: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and weights as they enter the scores, straight through."""
-        hadamard = self.spec.hadamard and self.layout == INDEX_MXFP4
-        q = rope(index.q, plan.positions.long(), table)
+        hadamard = self.spec.hadamard and layout == INDEX_MXFP4
+        q = rope(index.q, angles.tokens, angles.table)
         if q.dtype != torch.float32:
-            q = round_rows(q.flatten(0, 1), self.layout, hadamard=hadamard).view_as(q)
-        keys = round_rows(index.keys, self.layout, dtype=q.dtype, hadamard=hadamard)
+            q = round_rows(q.flatten(0, 1), layout, hadamard=hadamard).view_as(q)
+        keys = round_rows(index.keys, layout, dtype=q.dtype, hadamard=hadamard)
         factor = q.shape[2] ** -0.5 * self.heads**-0.5
         return q, keys, index.weights.float() * factor

@@ -93,3 +93,7 @@ class Windows:
             whole=exists,
             follows=exists & (start > 0),
         )
+
+    def first(self, values: Tensor) -> Tensor:
+        """Return the value [E] of each window's first token, of values [T] of all tokens."""
+        return values.index_select(0, self.tokens[:, 0])
