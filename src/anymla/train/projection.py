@@ -79,8 +79,8 @@ class _Projection(torch.autograd.Function):
         by_group = dz.unflatten(1, wo_a.shape[:2]).transpose(0, 1)
         do = dwo_a = None
         if ctx.needs_input_grad[0]:
-            turned = torch.bmm(by_group, wo_a).transpose(0, 1).reshape(o.shape)
-            do = rotate(turned, positions, table)
+            rotated = torch.bmm(by_group, wo_a).transpose(0, 1).reshape(o.shape)
+            do = rotate(rotated, positions, table)
         if ctx.needs_input_grad[1]:
             heads = rotate(o, positions, table, inverse=True)
             dwo_a = torch.bmm(

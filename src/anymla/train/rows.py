@@ -113,9 +113,9 @@ class _HeadsAndRows(torch.autograd.Function):
         dq = dkv = None
         if ctx.needs_input_grad[0]:
             wide = wide_dtype(q.dtype)
-            turned = rope(dheads.to(wide), positions, table, inverse=True)
-            dq = rms_norm_grad(q.to(wide), None, ctx.eps, turned)[0].to(q.dtype)
+            rotated = rope(dheads.to(wide), positions, table, inverse=True)
+            dq = rms_norm_grad(q.to(wide), None, ctx.eps, rotated)[0].to(q.dtype)
         if ctx.needs_input_grad[1]:
-            turned = rope(drows.unsqueeze(1), positions, table, inverse=True)
-            dkv = turned.squeeze(1).to(ctx.dtype)
+            rotated = rope(drows.unsqueeze(1), positions, table, inverse=True)
+            dkv = rotated.squeeze(1).to(ctx.dtype)
         return dq, dkv, None, None, None, None

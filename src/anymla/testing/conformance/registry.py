@@ -19,6 +19,7 @@ _MODULES = (
     "selection",
     "attention",
     "training",
+    "training_blocks",
     "streams",
     "network",
     "projections",

@@ -9,6 +9,7 @@ from anymla.testing.conformance.faults.fault import FAULTS, Fault
 _MODULES = (
     "attention",
     "training",
+    "training_blocks",
     "cache",
     "records",
     "rope",
