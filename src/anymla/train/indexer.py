@@ -45,7 +45,7 @@ def select_entries(
         ik: rotated index keys from ``compress``, [E, Di] float32.
         weights: weights of the index heads without factors, [T, Hi] floating point.
         plan: plan of the sequences, of the keys' ratio.
-        rope: rotary table, [L, R] float32.
+        rope: rotary table of cosines and sines, [L, R] float32.
         width: number of entries to keep for a token.
         layout: identifier of the index cache's layout.
         positions: positions that queries are rotated by, [T] int64; None for the plan's.

@@ -92,7 +92,7 @@ class Attention(nn.Module):
             sizes: sizes of the model.
             rope: rotary table of the layer: the model's compressed one if ``spec.ratio`` is set.
             format: layouts of the caches, of ``layers.caches.CACHE_FORMATS``.
-            index_stage: how the indexer learns; see the attribute.
+            index_stage: "frozen", "sparse" or "dense"; see the attribute.
             dtype: dtype of the matrices; ape, norms and sinks are float32.
             device: device of the parameters.
 
@@ -147,7 +147,7 @@ class Attention(nn.Module):
             lists: entries to attend to instead of the indexer's choice, [T, K] int32, as an engine
                 chose them; None to select here.
             token_weights: weights of the tokens in the index loss, [T] float32; None for 1 / T.
-            deterministic: as for ``train.attention``.
+            deterministic: argument of ``train.attention``.
 
         Returns:
             Output, index loss and lists.
