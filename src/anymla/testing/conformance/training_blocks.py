@@ -98,7 +98,5 @@ def gradients_of_hyper_connections(ops: Ops) -> None:
         comb = comb / (comb.sum(1 + step % 2, keepdim=True) + _EPS)
     y = (pre.unsqueeze(2) * h).sum(1)
     want = post.unsqueeze(2) * y.unsqueeze(1) + torch.einsum("tij,tid->tjd", comb, h)
-    collapsed, *rest = train.hyper_pre(
-        h, fn, base, scale, norm_eps=_EPS, hc_eps=_EPS, iters=iters
-    )
+    collapsed, *rest = train.hyper_pre(h, fn, base, scale, norm_eps=_EPS, hc_eps=_EPS, iters=iters)
     _same("a site", train.hyper_post(collapsed, h, *rest), want, [h, fn, base, scale])
