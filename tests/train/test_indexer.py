@@ -64,7 +64,7 @@ def some_lists(plan, count=4):
     return torch.where(torch.rand(order.shape, generator=g) < 0.2, -1, order)
 
 
-@pytest.mark.parametrize("block", [1 << 22, 1])
+@pytest.mark.parametrize("block", [1 << 22, 400, 1])
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("selected", [False, True])
 def test_gradients_of_packed_sequences(selected, weighed, block, monkeypatch):

@@ -19,6 +19,8 @@ from anymla.train.plan import Plan
 
 # Rows of a page of index keys; kernels are compiled for it.
 _PAGE = 64
+# Fewest tokens of a block, if there is room: what a launch costs is shared.
+_LEAST_BLOCK = 1024
 # Elements of the products of a block of tokens, for all heads.
 _CPU_BLOCK = 1 << 22
 _DEVICE_BLOCK = 1 << 27
@@ -170,17 +172,35 @@ class _Teacher:
     scale: float
     token_weights: Tensor | None
 
-    def members(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Return entries of some tokens and a mask of those in their set, each [t, n].
+    def span(self, tokens: int) -> int:
+        """Return how many columns the entries of a block of tokens have.
 
-        Without lists the entries are all E for every token, [E].
+        Without lists these are neighbours: those of the first token's sequence, and those that the
+        block's own tokens complete.
         """
-        ranges = self.plan.ranges[part].long()
+        if self.lists is not None:
+            return self.lists.shape[1]
+        plan = self.plan
+        return min(plan.num_entries, plan.most_entries + tokens // plan.ratio)
+
+    def block(self, elements: int) -> int:
+        """Return the number of tokens whose products, of at most ``elements``, live at a time."""
+        tokens = max(_LEAST_BLOCK, self.plan.ratio * self.plan.most_entries)
+        while tokens > 1 and tokens * self.span(tokens) > elements:
+            tokens //= 2
+        return tokens
+
+    def members(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return entries of a block of tokens and a mask [t, n] of those in a token's set.
+
+        The entries are [t, n] of lists, or [n] for all tokens of the block.
+        """
+        ranges, count = self.plan.ranges[part].long(), len(self.entries)
         first, seen = ranges[:, 2:3] - self.plan.tokens, ranges[:, 3:4]
-        count = len(self.entries)
         if self.lists is None:
-            entry = torch.arange(count, device=first.device)
-            return entry, (entry >= first) & (entry < first + seen)
+            entry = first[0] + torch.arange(self.span(part.stop - part.start), device=first.device)
+            inside = (entry >= first) & (entry < first + seen)
+            return entry.clamp(max=count - 1), inside & (entry < count)
         local = self.lists[part].long()
         entry = first + local
         inside = (torch.arange(local.shape[1], device=local.device) < seen) & (local >= 0)
@@ -202,7 +222,7 @@ class _Teacher:
 def _dots(q: Tensor, rows: Tensor, entry: Tensor, wide: torch.dtype) -> Tensor:
     """Return <q_th, rows of entry> as [t, H, n] in ``wide``."""
     if entry.ndim == 1:
-        return torch.einsum("thd,ed->the", q.to(wide), rows.to(wide))
+        return torch.einsum("thd,ed->the", q.to(wide), rows[entry].to(wide))
     return torch.bmm(q.to(wide), rows[entry].to(wide).transpose(1, 2))
 
 
@@ -214,13 +234,12 @@ class _IndexLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=iq.device)
         diq, dweights = (torch.zeros_like(x) for x in (iq, weights))
         dik = torch.zeros_like(ik, dtype=wide)
-        width = count if teacher.lists is None else teacher.lists.shape[1]
         limit = _CPU_BLOCK if iq.device.type == "cpu" else _DEVICE_BLOCK
         heads = max(iq.shape[1], teacher.q.shape[1])
         if teacher.lists is not None:
-            heads += teacher.q.shape[2]
-        step = max(1, limit // max(1, width * heads))
-        for start in range(0, tokens if width and count else 0, step):
+            heads += teacher.q.shape[2]  # gathered entries
+        step = teacher.block(limit // max(1, heads))
+        for start in range(0, tokens if count and teacher.span(1) else 0, step):
             part = slice(start, start + step)
             entry, inside = teacher.members(part)
             mass = teacher.mass(part, entry, inside, wide)
@@ -241,8 +260,8 @@ class _IndexLoss(torch.autograd.Function):
             ddots = dscores.unsqueeze(1) * share.unsqueeze(2) * (dots > 0)
             queries = iq[part].to(wide)
             if entry.ndim == 1:
-                diq[part] = torch.einsum("the,ed->thd", ddots, ik.to(wide))
-                dik += torch.einsum("the,thd->ed", ddots, queries)
+                diq[part] = torch.einsum("the,ed->thd", ddots, ik[entry].to(wide))
+                dik.index_add_(0, entry, torch.einsum("the,thd->ed", ddots, queries))
             else:
                 diq[part] = torch.bmm(ddots, ik[entry].to(wide))
                 pulled = torch.bmm(ddots.transpose(1, 2), queries)
