@@ -173,7 +173,7 @@ class _Teacher:
     token_weights: Tensor | None
 
     def span(self, tokens: int) -> int:
-        """Return how many columns the entries of a block of tokens have.
+        """Return the number of columns of a block of tokens.
 
         Without lists these are neighbours: those of the first token's sequence, and those that the
         block's own tokens complete.
