@@ -48,7 +48,9 @@ class Given:
         """Return the call of some of the tokens."""
         names = ("q", "ranges", "lists", "dout", "dlse")
         found = {name: getattr(self, name) for name in names}
-        cut = {name: one if one is None else one[tokens] for name, one in found.items()}
+        cut: dict[str, Any] = {
+            name: one if one is None else one[tokens] for name, one in found.items()
+        }
         return dataclasses.replace(self, **cut)
 
     def want(self) -> AttentionGradients:
