@@ -30,7 +30,7 @@ def requirements(*extras: str) -> list[Requirement]:
 
 def test_everything_is_pinned_within_what_is_allowed() -> None:
     pinned = pins("constraints.txt")
-    for each in requirements("triton", "cpu", "test", "report", "docs", "dev"):
+    for each in requirements("triton", "cpu", "transformers", "test", "report", "docs", "dev"):
         assert each.specifier.contains(pinned[each.name]), each
 
 

@@ -47,19 +47,22 @@ class Generation:
 
     def __init__(self, network: Any, ids: tuple[int, ...]) -> None:
         """Read the prompt."""
+        from transformers import DynamicCache
+
         self._network = network
+        self._cache = DynamicCache(config=network.config)
         self.tokens: list[int] = []
         start = time.process_time()
-        self._run(torch.tensor([ids]), None)
+        self._run(torch.tensor([ids]))
         self.prefill_s = time.process_time() - start
 
     def next_token(self) -> int:
         """Run one forward pass of one token."""
-        self._run(torch.tensor([self.tokens[-1:]]), self._past)
+        self._run(torch.tensor([self.tokens[-1:]]))
         return len(self.tokens)
 
     @torch.no_grad()
-    def _run(self, ids: torch.Tensor, past: Any) -> None:
-        out = self._network(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
-        self._past = out.past_key_values
+    def _run(self, ids: torch.Tensor) -> None:
+        # The cache by its place: 5.24 calls it cache, and 5.23 past_key_values.
+        out = self._network(ids, None, None, self._cache, use_cache=True, logits_to_keep=1)
         self.tokens.append(int(out.logits[0, -1].argmax()))

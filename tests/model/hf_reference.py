@@ -46,7 +46,8 @@ class HuggingFace:
         logits = []
         try:
             for piece in ids.split(pieces or [len(token_ids)], dim=1):
-                out = self.model(piece, past_key_values=cache, use_cache=True)
+                # By place: 5.24 calls it cache, and 5.23 past_key_values.
+                out = self.model(piece, None, None, cache, use_cache=True)
                 logits.append(out.logits[0])
         finally:
             for handle in handles:

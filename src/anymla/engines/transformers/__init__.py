@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
@@ -60,13 +59,9 @@ def _replace(model: nn.Module, old: type[nn.Module], new: type[nn.Module], name:
         one.set_attn_implementation(name)
 
 
-def _mask(
-    *, q_length: int, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Batch:
+def _mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Batch:
     """Return what the layers learn of the mask [B, tokens so far], without a matrix of S x S."""
-    if attention_mask is None:
-        return Batch(None)
-    return Batch(attention_mask[:, -q_length:].bool())
+    return Batch(attention_mask)
 
 
 def _too_late(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -146,8 +146,8 @@ class Plan:
             at = leaps[0]
             raise ValueError(
                 f"position_ids of row {int(row[at])} go on at {int(ids[at])}, not with the number "
-                "after the last real token's: pass position_ids that leave padding out "
-                "(attention_mask.cumsum(-1) - 1, as generate does)"
+                "after the last real token's: pad on the left, or pass position_ids that leave "
+                "padding out (attention_mask.cumsum(-1) - 1)"
             )
         self.spans = spans
         counts = [span.tokens for span in spans]
@@ -250,8 +250,12 @@ class Batch:
     """Mask of a batch as the layers get it, and the plan that the first of them makes."""
 
     def __init__(self, mask: Tensor | None) -> None:
-        """Take the mask [B, S] of the new tokens, True for real ones; None for no padding."""
-        self.mask = mask
+        """Take the mask of the new tokens and maybe of earlier ones before them.
+
+        Args:
+            mask: nonzero for real tokens, [B, S or more]; None for no padding.
+        """
+        self._mask = mask
         self._plan: Plan | None = None
 
     def plan(
@@ -260,7 +264,18 @@ class Batch:
         """Return the plan of a batch of ``rows`` rows; see ``Plan`` for the arguments.
 
         Layers of a model see the same tokens, so the first layer's plan is everybody's.
+
+        Raises:
+            ValueError: the mask is of another shape, or position ids leave some out.
         """
         if self._plan is None:
-            self._plan = Plan(position_ids.expand(rows, -1), self.mask, window, kept)
+            mask, tokens = self._mask, position_ids.shape[-1]
+            if mask is not None:
+                if mask.ndim != 2 or len(mask) != rows or mask.shape[1] < tokens:
+                    raise ValueError(
+                        f"attention_mask must be [batch, tokens], for {rows} rows of at least "
+                        f"{tokens} tokens, got {list(mask.shape)}"
+                    )
+                mask = mask[:, mask.shape[1] - tokens :]
+            self._plan = Plan(position_ids.expand(rows, -1), mask, window, kept)
         return self._plan
