@@ -25,7 +25,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import anymla.engines.transformers  # noqa: F401: makes attn_implementation="anymla" known
+import anymla.engines.transformers  # noqa: F401
 from anymla.model.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,9 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "examples/tiny/checkpoint")
-    parser.add_argument("--text", type=Path, nargs="+", default=sorted((ROOT / "docs").glob("*.md")))
+    parser.add_argument(
+        "--text", type=Path, nargs="+", default=sorted((ROOT / "docs").glob("*.md"))
+    )
     parser.add_argument("--gpu", action="store_true", help="bfloat16 on a GPU, 32768 tokens")
     parser.add_argument("--tokens", type=int, help="tokens in a sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences in a step")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -200,7 +200,7 @@ class Plan:
         low = (at - self.window + 1).clamp(min=0)
         rows_kept = [min(s.past, self.window - 1) for s in spans]
         rows = [0, *accumulate(k + s.tokens for k, s in zip(rows_kept, spans, strict=True))]
-        at_row = self._each(b + k - s.past for b, k, s in zip(rows, rows_kept, spans))
+        at_row = self._each(b + k - s.past for b, k, s in zip(rows, rows_kept, spans, strict=False))
         entries = [n // ratio if ratio else 0 for n in lengths]
         entry_begin = [rows[-1] + n for n in (0, *accumulate(entries))]
         visible = (at + 1) // ratio if ratio else torch.zeros_like(at)
@@ -213,7 +213,7 @@ class Plan:
         numbers = [torch.arange(o, e) for o, e in zip(opened, entries, strict=True)]
         starts = [
             begin + k - s.past + number * ratio
-            for begin, k, s, number in zip(buffers, pooled_from, spans, numbers)
+            for begin, k, s, number in zip(buffers, pooled_from, spans, numbers, strict=False)
         ]
         none = [torch.zeros(0, dtype=torch.int64)]
         members = torch.cat(none + starts)[:, None] + torch.arange(ratio)
@@ -221,7 +221,7 @@ class Plan:
         alone = torch.cat(none + numbers) == 0
 
         pages = [0, *accumulate(-(-n // PAGE) for n in entries)]
-        widest = max((b - a for a, b in zip(pages, pages[1:], strict=False)), default=0)
+        widest = max((b - a for a, b in pairwise(pages)), default=0)
         table = torch.tensor(pages[:-1])[:, None] + torch.arange(widest)
         return Windows(
             ratio=ratio,
