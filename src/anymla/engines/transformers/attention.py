@@ -12,10 +12,10 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     apply_rotary_pos_emb,
 )
 
+from anymla import train
 from anymla.engines.transformers.batch import PAGE, Batch, Plan, Windows
 from anymla.engines.transformers.cache import Joined, layer_of
 from anymla.formats.page_layout import ROWS_BF16_128, ROWS_FP32_128
-from anymla import train
 from anymla.ops.attention import prefill_attention
 from anymla.ops.indexer import select_topk
 
