@@ -1,0 +1,47 @@
+"""The operations' Triton backends, compiled for an AMD GPU and interpreted on CPU tensors.
+
+``crossrun.amd`` executes the kernels; ``install()`` here tells the operations as well, which choose
+their tiles as for that GPU and take CPU tensors from then on:
+
+    from anymla.testing.amd_on_cpu import install
+    install("gfx942")                                # before the first kernel
+    rms_norm(x, weight, 1e-6, backend="triton")      # compiled for an MI300X, on a CPU
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anymla.ops import device as device_facts
+from anymla.ops.registry import Support
+from crossrun import amd
+from crossrun.amd import missing
+
+__all__ = ["install", "missing"]
+
+
+@functools.cache
+def install(name: str) -> Any:
+    """Run the Triton backends of this process compiled for a GPU; further calls do nothing.
+
+    Args:
+        name: "gfx942", "gfx950", "gfx1151" or "gfx1201".
+
+    Returns:
+        The ``Device`` of ``crossrun.amd``.
+
+    Raises:
+        RuntimeError: something is not installed, or the process has another target.
+    """
+    device = amd.install(name)
+    supported = device_facts._support
+
+    def support(device_type: str) -> Support:
+        return Support(True, automatic=False) if device_type == "cpu" else supported(device_type)
+
+    support.cache_clear = supported.cache_clear  # type: ignore[attr-defined]
+    device_facts._support = support  # type: ignore[assignment]
+    device_facts.CPU = device_facts.TARGETS[name]
+    device_facts.target_of.cache_clear()
+    return device
