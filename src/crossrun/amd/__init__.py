@@ -1,7 +1,7 @@
 """Triton kernels compiled for AMD's GPUs, interpreted on any CPU.
 
-Triton leaves the assembly beside each code object. After ``install()`` kernels take CPU tensors, are
-compiled for an AMD GPU that is not there, and their assembly is executed by an interpreter in NumPy:
+Triton leaves the assembly beside each code object. After ``install()`` kernels take CPU tensors,
+are compiled for an AMD GPU that is not there, and their assembly is interpreted:
 
     from crossrun import amd
     device = amd.install("gfx942")              # before the first kernel

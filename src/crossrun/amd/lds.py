@@ -105,12 +105,12 @@ class Lds:
                 if clash.any():
                     raise Fault("two waves write different values to one word of LDS")
 
-    def change(self, wave: int, at: int, function: Callable[[Any], Any]) -> Any:
-        """Replace a word by a function of it; return the old one. Atomics do not race."""
+    def change(self, at: int, function: Callable[[Any, Any], Any], given: Array) -> Any:
+        """Replace a word by a function of it and a value; return the old one. It is no race."""
         if self._written.view(U32)[at // 4] != 0x01010101:
             raise Fault("LDS is changed that nobody has written")
         old = self._words[at // 4 : at // 4 + 1].copy()
-        self._words[at // 4] = function(old)[0]
+        self._words[at // 4] = np.asarray(function(old, given))[0]
         return old[0]
 
     def _note_read(self, waves: Array, at: Array, size: int) -> None:
@@ -230,9 +230,7 @@ class LdsUnit:
 
         return execute
 
-    def _permute(
-        self, name: str, operands: list[Operand], offset: int
-    ) -> Callable[[Waves], None]:
+    def _permute(self, name: str, operands: list[Operand], offset: int) -> Callable[[Waves], None]:
         into, address, value = operands[0].index, *(reader(each, "u32") for each in operands[1:3])
         if name == "permute_b32":
             raise UnknownInstruction("permutation that sends")
@@ -257,9 +255,7 @@ class LdsUnit:
 
         return execute
 
-    def _atomic(
-        self, name: str, operands: list[Operand], offset: int
-    ) -> Callable[[Waves], None]:
+    def _atomic(self, name: str, operands: list[Operand], offset: int) -> Callable[[Waves], None]:
         returns = "_rtn_" in name
         function = atomic(name.replace("_rtn_", "_"))
         if function is None:
@@ -276,9 +272,7 @@ class LdsUnit:
                     np.array([wave]), addresses[wave, lane : lane + 1].astype(I64) + offset, 4
                 )
                 given = values[wave, lane : lane + 1]
-                old = self.lds.change(
-                    wave, int(at[0]), lambda x, given=given: np.asarray(function(x, given))
-                )
+                old = self.lds.change(int(at[0]), function, given)
                 if returns:
                     w.vector[returned][wave, lane] = old
 

@@ -112,9 +112,7 @@ class Machine:
             return self._lds.decode(action, rest)
         return self._memory.decode(name, rest)
 
-    def run(
-        self, arguments: int, grid: tuple[int, int, int], threads: int, lds_bytes: int
-    ) -> None:
+    def run(self, arguments: int, grid: tuple[int, int, int], threads: int, lds_bytes: int) -> None:
         """Execute all work-groups of a launch.
 
         Args:
@@ -139,9 +137,7 @@ class Machine:
     def _run_batch(self, arguments: int, groups: Array, waves: int, lds_bytes: int) -> None:
         program = self.program
         group_of = np.repeat(np.arange(len(groups)), waves)
-        w = Waves(
-            len(group_of), program.lanes, program.registers, program.scratch_bytes, group_of
-        )
+        w = Waves(len(group_of), program.lanes, program.registers, program.scratch_bytes, group_of)
         wave = np.tile(np.arange(waves, dtype=np.uint32), len(groups))
         w.set_scalar64(program.argument_register, np.uint64(arguments))
         position = groups[group_of].T

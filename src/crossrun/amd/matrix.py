@@ -32,7 +32,9 @@ class MatrixUnit:
         fnuz = "fnuz" if program.architecture in ("gfx940", "gfx941", "gfx942") else ""
         self._fp8 = {"fp8": "e4m3" + fnuz, "bf8": "e5m2" + fnuz}
 
-    def decode(self, name: str, operands: list[Operand], mods: Modifiers) -> Callable[[Waves], None]:
+    def decode(
+        self, name: str, operands: list[Operand], mods: Modifiers
+    ) -> Callable[[Waves], None]:
         """Return the function of an instruction ``v_name``.
 
         Raises:

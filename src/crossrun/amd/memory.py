@@ -81,7 +81,8 @@ class Access(NamedTuple):
 def _everything() -> Array:
     """Return this process's memory as bytes, most of which must not be touched."""
     kind = ctypes.c_uint8 * (_ADDRESSES - _FIRST_BYTE)
-    return np.frombuffer(kind.from_address(_FIRST_BYTE), np.uint8)
+    whole: Any = kind.from_address(_FIRST_BYTE)
+    return np.frombuffer(whole, np.uint8)
 
 
 class HostMemory:
@@ -115,9 +116,7 @@ class HostMemory:
         outside = (place < 0) | (addresses + U64(size) > self._ends[np.maximum(place, 0)])
         if outside.any():
             address = int(addresses[outside][0])
-            nearest = min(
-                self.ranges, key=lambda r: min(abs(address - r[0]), abs(address - r[1]))
-            )
+            nearest = min(self.ranges, key=lambda r: min(abs(address - r[0]), abs(address - r[1])))
             raise Fault(
                 f"{size} bytes at {address:#x} ({outside.sum()} of {len(addresses)} lanes) are "
                 f"outside of every tensor; the nearest has {nearest[1] - nearest[0]} bytes, and "
@@ -213,7 +212,7 @@ class MemoryUnit:
         Raises:
             UnknownInstruction: the instruction or its form is not known.
         """
-        if re.fullmatch(r"(global|buffer)_(inv|wb|wbinv|gl[01]_inv|wbl2|wbinvl1|wbinvl1_vol)", name):
+        if re.fullmatch(r"(global|buffer)_(gl[01]_)?(inv|wb|wbinv|wbl2|wbinvl1|wbinvl1_vol)", name):
             return lambda w: None
         found = re.fullmatch(r"(global|buffer|scratch|flat)_(load|store|atomic)_(\w+)", name)
         texts, mods = split(rest), modifiers(rest)
@@ -222,8 +221,13 @@ class MemoryUnit:
         space, way, kind = found.groups()
         offset = mods.get("offset", 0)
         if way == "atomic":
-            return self._atomic(space, kind, texts, offset, "glc" in mods or "sc0" in mods or
-                                "TH_ATOMIC_RETURN" in rest)
+            return self._atomic(
+                space,
+                kind,
+                texts,
+                offset,
+                "glc" in mods or "sc0" in mods or "TH_ATOMIC_RETURN" in rest,
+            )
         access = Access.of(kind)
         if space == "scratch":
             return self._scratch(way, access, texts, offset)
@@ -247,9 +251,7 @@ class MemoryUnit:
                 words = self._memory.load(addresses[mask], access.size)
                 access.loaded(w, register, words, mask)
             else:
-                self._memory.store(
-                    addresses[mask], access.size, access.stored(w, register, mask)
-                )
+                self._memory.store(addresses[mask], access.size, access.stored(w, register, mask))
 
         return execute
 
@@ -275,11 +277,11 @@ class MemoryUnit:
                 return base[:, None] + distance, distance + U64(size) <= limit
 
             return within
-        lane, scalar = (texts[0], texts[2:3]) if way == "store" else (texts[1], texts[2:3])
-        if space == "flat" or not scalar or scalar[0] == "off":
+        lane = texts[0] if way == "store" else texts[1]
+        if space == "flat" or len(texts) < 3 or texts[2] == "off":
             wide = reader(Operand(lane), "u64")
             return lambda w, size: (wide(w) + added, None)
-        base = Operand(scalar[0]).index
+        base = Operand(texts[2]).index
         # On gfx12 the lane's part is signed.
         distance = reader(Operand(lane), "i32" if self._gfx12 else "u32")
 

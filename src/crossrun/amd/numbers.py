@@ -79,7 +79,9 @@ def to_fp8(x: Array, name: str, clamps: Array = False) -> Array:
     above = np.clip(np.searchsorted(values, size), 1, top)
     below = above - 1
     to_below, to_above = size - values[below], values[above] - size
-    code = np.where((to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above)
+    code = np.where(
+        (to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above
+    )
     beyond = (size >= values[top] + (values[top] - values[top - 1]) / 2) & ~np.asarray(clamps)
     code = code | np.where(np.signbit(x), 0x80, 0)
     if name.endswith("fnuz"):

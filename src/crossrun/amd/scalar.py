@@ -29,7 +29,7 @@ _LOGIC: dict[str, Callable[[Array, Array], Array]] = {
     "xnor": lambda a, b: ~(a ^ b),
 }  # fmt: skip
 _LOGIC_NAMES = "|".join(_LOGIC)
-_FLOATS = ("add", "sub", "mul", "max", "min", "max_num", "min_num", "trunc", "floor", "ceil", "rndne")
+_FLOATS = "add|sub|mul|max|min|max_num|min_num|trunc|floor|ceil|rndne"
 _WORDS = {
     "dword": 1, "b32": 1, "dwordx2": 2, "b64": 2, "dwordx3": 3, "b96": 3, "dwordx4": 4, "b128": 4,
     "dwordx8": 8, "b256": 8, "dwordx16": 16, "b512": 16,
@@ -152,7 +152,7 @@ class ScalarUnit:
             (r"(abs_i32|sext_i32_i16|sext_i32_i8)", self._signed),
             (r"pack_([lh])([lh])_b32_b16", self._pack),
             (r"(ff1_i32_b|ctz_i32_b|flbit_i32_b|clz_i32_u|bcnt1_i32_b)(32|64)", self._counted),
-            (rf"({'|'.join(_FLOATS)})_f32", self._float),
+            (rf"({_FLOATS})_f32", self._float),
             (r"(fmac|fmaak|fmamk)_f32", self._fma),
             (r"(cvt_f32_u32|cvt_f32_i32|cvt_u32_f32|cvt_i32_f32)", self._convert),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,10 @@ def _high_product(a: Array, b: Array, kind: Any, result: Any) -> Array:
     return ((np.asarray(a, kind) * np.asarray(b, kind)) >> kind(32)).astype(result)
 
 
+def _byte_as_float(place: int, x: Array) -> Array:
+    return np.asarray((x >> U32(8 * place)) & U32(255)).astype(np.float32)
+
+
 def _unordered_less(a: Array, b: Array) -> Array:
     return (a < b) | (a > b)
 
@@ -118,7 +123,9 @@ _UNSIGNED: dict[str, tuple[int, Function]] = {
     "mad_legacy": (3, lambda a, b, c: a * b + c),
 }  # fmt: skip
 _ORDERED: dict[str, tuple[int, Function]] = {
-    "max": (2, np.maximum), "min": (2, np.minimum), "med3": (3, numbers.median),
+    "max": (2, np.maximum),
+    "min": (2, np.minimum),
+    "med3": (3, numbers.median),
     "max3": (3, lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     "min3": (3, lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "minmax": (3, lambda a, b, c: np.maximum(np.minimum(a, b), c)),
@@ -194,10 +201,7 @@ def _table() -> dict[str, tuple[str, tuple[str, ...], Function]]:
         "ctz_i32_b32": (u32, (u32,), numbers.trailing_zeros),
     }  # fmt: skip
     for place in range(4):
-        table[f"cvt_f32_ubyte{place}"] = (
-            f32, (u32,),
-            lambda a, s=U32(8 * place): np.asarray((a >> s) & U32(255)).astype(np.float32),
-        )  # fmt: skip
+        table[f"cvt_f32_ubyte{place}"] = f32, (u32,), functools.partial(_byte_as_float, place)
     return table
 
 
@@ -263,7 +267,7 @@ class VectorUnit:
         texts, mods = split_both(rest)
         operands = [Operand(text) for text in texts]
         if special is not None:
-            return special(operands, mods)  # type: ignore[no-any-return]
+            return special(operands, mods)
         if name == "nop":
             return lambda w: None
         sdwa = full.endswith("_sdwa")
@@ -411,7 +415,11 @@ class VectorUnit:
         return execute
 
     def _writelane_b32(self, operands: list[Operand], mods: Modifiers) -> Execute:
-        value, lane, into = scalar_reader(operands[1]), scalar_reader(operands[2]), operands[0].index
+        value, lane, into = (
+            scalar_reader(operands[1]),
+            scalar_reader(operands[2]),
+            operands[0].index,
+        )
 
         def execute(w: Waves) -> None:
             waves = w.running
@@ -517,7 +525,10 @@ class VectorUnit:
                 parts.append([_half(given[place], kind, mods.get("op_sel", [0, 0])[place], 0)] * 2)
                 continue
             parts.append(
-                [_half(*each) for each in zip(given, [kind] * len(given), chosen, signs, strict=True)]
+                [
+                    _half(*each)
+                    for each in zip(given, [kind] * len(given), chosen, signs, strict=True)
+                ]
             )
 
         def execute(w: Waves) -> None:
@@ -632,9 +643,7 @@ def _any_logic(truth: int) -> Function:
         result = (a & ~a) | (b & ~b) | (c & ~c)  # zeros, as wide as all of them
         for case in range(8):
             if truth >> case & 1:
-                x, y, z = (
-                    v if case & bit else ~v for v, bit in ((a, 4), (b, 2), (c, 1))
-                )
+                x, y, z = (v if case & bit else ~v for v, bit in ((a, 4), (b, 2), (c, 1)))
                 result = result | (x & y & z)
         return result
 
