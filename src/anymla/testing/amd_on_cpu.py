@@ -14,6 +14,7 @@ import functools
 from typing import Any
 
 from anymla.ops import device as device_facts
+from anymla.ops.moe.inputs import ExpertTensors
 from anymla.ops.registry import Support
 from crossrun import amd
 from crossrun.amd import missing
@@ -44,4 +45,18 @@ def install(name: str) -> Any:
     device_facts._support = support  # type: ignore[assignment]
     device_facts.CPU = device_facts.TARGETS[name]
     device_facts.target_of.cache_clear()
+    _reach_experts(device)
     return device
+
+
+def _reach_experts(device: Any) -> None:
+    """Let kernels reach the experts of a list, of which they are given the first."""
+    made = ExpertTensors.__init__
+
+    @functools.wraps(made)
+    def noted(self: ExpertTensors, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        if self.addresses is not None and isinstance(self._kept, list):
+            device.reach(*self._kept)
+
+    ExpertTensors.__init__ = noted  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ if not torch.cuda.is_available() and not torch.xpu.is_available():
 from anymla.ops.compile_notice import NOTICE
 from anymla.ops.device import target_of
 from anymla.testing.poison import poisoned_empty
-from crossrun import ptx
+from crossrun import amd, ptx
 
 MARKERS = {
     "gpu(target=None)": "needs a GPU, of this target if one is named; skipped elsewhere",
@@ -31,11 +31,16 @@ MARKERS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--ptx-target``."""
+    """Add ``--ptx-target`` and ``--amd-target``."""
     parser.addoption(
         "--ptx-target",
         choices=list(ptx.TARGETS),
         help="compile kernels for this older NVIDIA target, and execute its PTX on the newer GPU",
+    )
+    parser.addoption(
+        "--amd-target",
+        choices=list(amd.TARGETS),
+        help="with TRITON_INTERPRET=0: compile kernels for this AMD target, and interpret its code",
     )
 
 
@@ -44,7 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     _execute_as(config.getoption("--ptx-target"))
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    _interpret_triton()
+    if config.getoption("--amd-target"):
+        _interpret_amd(config.getoption("--amd-target"))
+    else:
+        _interpret_triton()
     _hypothesis_profiles()
     # The tests' tensors are small; on a busy machine threads mostly wait for each other (a file of
     # 8 s took 164 s with two).
@@ -60,6 +68,14 @@ def _execute_as(target: str | None) -> None:
         ptx.require_newer_gpu()
     except ptx.WrongTarget as error:
         raise pytest.UsageError(f"--ptx-target {target}: {error}") from error
+
+
+def _interpret_amd(target: str) -> None:
+    from anymla.testing import amd_on_cpu
+
+    if amd_on_cpu.missing():
+        raise pytest.UsageError(f"--amd-target {target}: {amd_on_cpu.missing()}")
+    amd_on_cpu.install(target)
 
 
 def _hypothesis_profiles() -> None:

@@ -52,8 +52,8 @@ def install(name: str) -> Any:
         name: one of ``TARGETS``. A process has one; further calls for it do nothing.
 
     Returns:
-        The ``Device``: ``reachable(*tensors)`` for what kernels reach by addresses alone,
-        ``executed`` with counts of instructions.
+        The ``Device``: ``reach(*tensors)`` for what kernels reach by addresses alone, ``executed``
+        with counts of instructions.
 
     Raises:
         RuntimeError: something is not installed, or the process has another target.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
-from collections.abc import Iterator
+import weakref
 from typing import Any
 
 import torch
@@ -41,17 +40,12 @@ class Device:
         self.memory = HostMemory()
         self.launches = 0
         self._machines: list[Machine] = []
-        self._beside: list[tuple[int, int]] = []
+        self._beside: list[weakref.ref[torch.Tensor]] = []
 
-    @contextlib.contextmanager
-    def reachable(self, *tensors: torch.Tensor) -> Iterator[None]:
-        """Allow kernels to touch tensors that they are not given, but reach by addresses."""
-        before = self._beside
-        self._beside = before + [_range_of(each) for each in tensors]
-        try:
-            yield
-        finally:
-            self._beside = before
+    def reach(self, *tensors: torch.Tensor) -> None:
+        """Allow kernels to touch tensors that they reach by addresses alone, while these live."""
+        self._beside = [each for each in self._beside if each() is not None]
+        self._beside += map(weakref.ref, tensors)
 
     @property
     def executed(self) -> dict[str, dict[str, int]]:
@@ -86,7 +80,7 @@ class Device:
         Args:
             machine: what ``load`` returned.
             fields: the kernel's arguments as bytes, in order.
-            ranges: (address, end) of the memory it may touch beside ``reachable``.
+            ranges: (address, end) of the memory it may touch beside what ``reach`` named.
             grid: number of work-groups along x, y and z.
             threads: threads of a work-group.
             lds_bytes: LDS of a work-group.
@@ -115,7 +109,8 @@ class Device:
             ctypes.memmove(at + argument.offset, value, argument.size)
         assert not list(given), program.name
         # Scalar loads take whole rows of words.
-        self.memory.allow([*ranges, *self._beside, (at, at + size + 64)])
+        beside = [_range_of(tensor) for each in self._beside if (tensor := each()) is not None]
+        self.memory.allow([*ranges, *beside, (at, at + size + 64)])
         self.launches += 1
         machine.run(at, grid, threads, lds_bytes)
 

@@ -232,16 +232,21 @@ class LdsUnit:
 
     def _permute(self, name: str, operands: list[Operand], offset: int) -> Callable[[Waves], None]:
         into, address, value = operands[0].index, *(reader(each, "u32") for each in operands[1:3])
-        if name == "permute_b32":
-            raise UnknownInstruction("permutation that sends")
 
         def execute(w: Waves) -> None:
             lane = ((np.broadcast_to(address(w), w.mask.shape) + U32(offset)) >> U32(2)).astype(I64)
             lane %= self._lanes
             values = np.broadcast_to(value(w), w.mask.shape)
-            # Lanes that are off give zeros.
-            values = np.where(w.lanes_of(EXEC), values, U32(0))
-            w.set_vector(into, np.take_along_axis(values, lane, 1))
+            on = w.lanes_of(EXEC)
+            if name == "bpermute_b32":
+                # Lanes that are off give zeros.
+                moved = np.take_along_axis(np.where(on, values, U32(0)), lane, 1)
+            else:
+                # Of several that send to a lane, the highest counts.
+                moved = np.zeros_like(values)
+                waves, senders = np.nonzero(on)
+                moved[waves, lane[waves, senders]] = values[waves, senders]
+            w.set_vector(into, moved)
 
         return execute
 

@@ -12,8 +12,8 @@ Array = Any
 _LEAST_NORMAL = np.float32(2.0**-126)
 
 
-def fma(a: Array, b: Array, c: Array) -> Array:
-    """Return ``a * b + c`` of float32 or float16 values, rounded to float32 once.
+def fma(a: Array, b: Array, c: Array, power: Array = 0) -> Array:
+    """Return ``(a * b + c) * 2**power`` of float32 values, rounded to float32 once.
 
     The product is exact in float64. The sum is rounded twice, which differs from one rounding only
     if the first ends midway between two float32; those are found, and rounded to odd first.
@@ -22,15 +22,17 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     c = np.asarray(c, np.float64)
     total = np.asarray(product + c)
     bits = total.view(np.int64)
+    scaled = np.ldexp(total, power) if np.any(power) else total
     midway = (bits & 0x1FFFFFFF) == 0x10000000
-    midway |= (np.abs(total) < 2.0**-125) & (total != 0)
+    midway |= (np.abs(scaled) < 2.0**-125) & (total != 0)
     if midway.any():
         other = total - product
         error = (product - (total - other)) + (c - other)
         fix = midway & (error != 0) & np.isfinite(error) & ((bits & 1) == 0)
         away = (error > 0) == (total > 0)
         total = np.where(fix, np.where(away, bits + 1, bits - 1), bits).view(np.float64)
-    return total.astype(np.float32)
+        scaled = np.ldexp(total, power)
+    return scaled.astype(np.float32)
 
 
 def round_odd_fma16(a: Array, b: Array, c: Array) -> Array:
@@ -189,11 +191,16 @@ def scaled_by_power(x: Array, exponent: Array) -> Array:
 
 
 def division_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """Return the quotient with its sign, or what IEEE 754 says for zeros, infinities and NaN."""
+    """Return the quotient with its sign, or what IEEE 754 says for zeros, infinities and NaN.
+
+    So of quotients that certainly overflow or underflow, whose computation ends in NaN.
+    """
     sign = np.where(np.signbit(numerator) ^ np.signbit(denominator), np.float32(-1), np.float32(1))
     n, d = numerator, denominator
-    result = np.where(np.isinf(n) | (d == 0), np.float32(np.inf), np.abs(quotient))
-    result = np.where(np.isinf(d) | (n == 0), np.float32(0), result)
+    apart = exponent_of(n) - exponent_of(d)
+    infinite, zero = np.isinf(n) | (d == 0) | (apart >= 129), np.isinf(d) | (n == 0)
+    result = np.where(infinite, np.float32(np.inf), np.abs(quotient))
+    result = np.where(zero | ((apart < -150) & ~infinite), np.float32(0), result)
     invalid = ((n == 0) & (d == 0)) | (np.isinf(n) & np.isinf(d)) | np.isnan(n) | np.isnan(d)
     return np.where(invalid, np.float32(np.nan), np.copysign(result, sign)).astype(np.float32)
 
@@ -208,7 +215,8 @@ def division_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Arra
     """Return ``v_div_scale_f32``'s value and condition.
 
     ``x`` is the numerator or the denominator; it is scaled by 2**64 or 2**-64 where a step of the
-    division would leave float32's normal numbers.
+    division would leave float32's normal numbers. A denominator whose inverse is subnormal is made
+    smaller: the manuals say larger, by which it would overflow.
     """
     x, d, n = np.broadcast_arrays(*(np.asarray(v, np.float32) for v in (x, denominator, numerator)))
     same = np.ascontiguousarray(x).view(np.uint32)
@@ -225,7 +233,7 @@ def division_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Arra
         (zero, np.float32(np.nan), False),
         (far, np.where(is_d, up, x), True),
         (tiny_d, up, False),
-        (tiny_inverse & tiny_quotient, np.where(is_d, up, x), True),
+        (tiny_inverse & tiny_quotient, np.where(is_d, down, x), True),
         (tiny_inverse, down, False),
         (tiny_quotient, np.where(is_n, up, x), True),
         (exponent_of(n) <= 23, up, False),

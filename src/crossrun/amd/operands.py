@@ -231,7 +231,11 @@ def _dpp_source(mods: Modifiers, lanes: int) -> tuple[Array, Array] | None:
         source, exists = row - 1, lane >= 16
     elif mods.get("row_bcast") == 31:
         source, exists = (lane & ~31) - 1, lane >= 32
-    elif any(name.startswith(("wave_", "row_bcast")) for name in mods):
+    elif "wave_shl" in mods or "wave_rol" in mods:
+        source, exists = (lane + 1) % lanes, (lane < lanes - 1) | ("wave_rol" in mods)
+    elif "wave_shr" in mods or "wave_ror" in mods:
+        source, exists = (lane - 1) % lanes, (lane > 0) | ("wave_ror" in mods)
+    elif "row_bcast" in mods:
         raise UnknownInstruction("this form of DPP")
     else:
         return None

@@ -501,10 +501,9 @@ class VectorUnit:
         write = writer(operands[0], "f32", mods, self._lanes, gfx9=self._gfx9)
 
         def execute(w: Waves) -> None:
-            result = numbers.fma(a(w), b(w), c(w))
+            # It scales back what v_div_scale_f32 scaled, and rounds once.
             power = np.where(numbers.exponent_of(c(w)) > 127, 64, -64)
-            scaled = numbers.scaled_by_power(result, power)
-            write(w, np.where(w.lanes_of(VCC), scaled, result))
+            write(w, numbers.fma(a(w), b(w), c(w), np.where(w.lanes_of(VCC), power, 0)))
 
         return execute
 

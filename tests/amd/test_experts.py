@@ -1,0 +1,75 @@
+"""Experts that are tensors of their own, at any distance from the first one."""
+
+import ctypes
+import itertools
+
+import pytest
+import torch
+from sample_calls import operations, sample_call
+
+from anymla.ops.moe import inputs
+from crossrun.amd import Fault
+
+GIB = 1 << 30
+# Of the three experts, where each lies. Triton's buffer loads reach 2 GiB behind a tensor.
+PLACES = {
+    "one after the other": (0, 1 << 16, 2 << 16),
+    "unevenly": (0, 1 << 16, 5 << 16),
+    "before the first": (4 << 16, 0, 6 << 16),
+    "2.5 GiB behind the first": (0, 5 * GIB // 2, 1 << 16),
+    "2.5 GiB before the first": (5 * GIB // 2, 0, 5 * GIB // 2 + (1 << 16)),
+    "5 GiB behind the first, in steps": (0, 5 * GIB // 2, 5 * GIB),
+}
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """Six GiB of addresses; what nobody touches takes no memory."""
+    return torch.empty(6 * GIB, dtype=torch.uint8)
+
+
+def placed(memory, tensors, places, number):
+    """The tensors' values at places in the memory, each a storage of its own."""
+    made = []
+    for tensor, place in zip(tensors, places, strict=True):
+        bytes_ = ctypes.c_uint8 * tensor.nbytes
+        address = memory.data_ptr() + place + (number << 20)
+        there = torch.frombuffer(bytes_.from_address(address), dtype=tensor.dtype)
+        made.append(there.view(tensor.shape).copy_(tensor))
+    return made
+
+
+def results(memory, places):
+    """The operation on experts that lie so, and on the same by torch."""
+    given = sample_call("experts")
+    moved = given | {
+        name: placed(memory, given[name], places, number)
+        for number, name in enumerate(("w1", "w3", "w2"))
+    }
+    operation = operations()["experts"]
+    return operation(**moved, backend="triton"), operation(**given, backend="torch")
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_experts_are_found_wherever_they_lie(device, memory, places):
+    got, want = results(memory, places)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["before the first", "2.5 GiB behind the first"])
+def test_a_kernel_that_takes_the_first_for_near_reads_zeros(device, memory, name, monkeypatch):
+    """The fault that these tests are for, put back."""
+    monkeypatch.setattr(inputs, "far_reaching", lambda tensor: tensor)
+    try:
+        got, want = results(memory, PLACES[name])
+    except (Fault, RuntimeError) as error:
+        assert "outside of every tensor" in str(error) or "PassManager" in str(error)
+    else:
+        assert float((got - want).abs().max()) > 0.01 * float(want.abs().max())
+
+
+def test_the_places_differ():
+    """No two experts overlap anywhere."""
+    for places in PLACES.values():
+        for one, other in itertools.combinations(places, 2):
+            assert abs(one - other) >= 1 << 16
