@@ -14,6 +14,7 @@ INTEL_PYTHON ?= python3.11
 INTEL_VENV ?= .venv-intel
 INTEL_READY := $(INTEL_VENV)/.ready
 # nemo-automodel alone, beside what VENV has: what it asks for is for training, and not imported.
+AMD_TARGETS := gfx942 gfx950 gfx1151 gfx1201
 NEMO ?= .nemo
 NEMO_READY := $(NEMO)/.ready
 
@@ -24,7 +25,7 @@ venv = $(PYTHON) -m venv $(1) || { rm -rf $(1); \
 pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2) > $(1)/pip.log 2>&1 || \
   { tail -n 40 $(1)/pip.log >&2; exit 1; }
 
-.PHONY: help demo test test-all family test-lowest test-vllm test-intel test-nemo resolve lint types imports check bench build-matrix build-subset docs tables clean
+.PHONY: help demo test test-all family test-lowest test-vllm test-intel test-amd test-nemo resolve lint types imports check bench build-matrix build-subset docs tables clean
 
 help:
 	@echo "make demo    a tiny trained DeepSeek-V4 speaks, finds a passkey in 32,768 tokens, and is checked"
@@ -33,6 +34,7 @@ help:
 	@echo "make family F=indexer   a family's tests, conformance cases and one build of each of its kernels"
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
 	@echo "make test-intel  compile kernels for Intel's GPUs, and run them on this CPU (docs/intel.md)"
+	@echo "make test-amd    compile kernels for AMD's GPUs, and interpret their code (docs/amd.md)"
 	@echo "make test-nemo   compare V4.1 with nemo-automodel's, an independent implementation (minutes)"
 	@echo "make test-lowest run the conformance suite on the least versions that are allowed"
 	@echo "make resolve ask the public index whether everything can be installed, without installing it"
@@ -109,6 +111,12 @@ test-intel: $(INTEL_READY)
 	ANYMLA_OCLOC=$(INTEL_VENV)/ocloc/ocloc $(INTEL_VENV)/bin/python -m lab build-matrix --first file --target xpu_bmg
 	@TRITON_INTERPRET=0 $(INTEL_VENV)/bin/python -c 'import sys; from anymla.testing.intel_on_cpu import missing; sys.exit(missing() or None)'
 	TRITON_INTERPRET=0 ANYMLA_OPENCL_CACHE=$(INTEL_VENV)/opencl $(INTEL_VENV)/bin/python -m pytest tests/intel tests/crossrun/test_intel.py
+
+# Each a process of its own, which has one target; with -j 2 two at a time.
+test-amd: $(AMD_TARGETS:%=test-amd-%)
+
+test-amd-%: $(READY)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q --amd-target $* -m "not slow" -k "amd or triton" tests/amd @tests/amd/families.txt
 
 $(NEMO_READY): $(READY)
 	@echo "installing into $(NEMO)"

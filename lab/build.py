@@ -14,6 +14,9 @@ uint8 = functools.partial(empty, dtype=torch.uint8)
 int32 = functools.partial(empty, dtype=torch.int32)
 int64 = functools.partial(empty, dtype=torch.int64)
 float32 = functools.partial(empty, dtype=torch.float32)
+# Pages of a cache of rows: more than 2 GiB of them, as where models are served. Kernels for AMD
+# address smaller tensors otherwise.
+CACHE_PAGES = 200_100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Build:
         num_warps: warps of a CTA.
         num_stages: pipeline depth; None where the launch leaves it to the compiler as well.
         divisible: arguments known to be multiples of 16 (pointers always are).
+        near: pointers of tensors below 2 GiB, which AMD's kernels address by 32 bits.
         judgement: requirements on the compiled code.
         fp_fusion: True to let the compiler contract a product and a sum into one FMA.
         registers: largest number of registers a thread may use; 0 for no limit.
@@ -59,6 +63,7 @@ class Build:
     judgement: Judgement = Judgement()
     fp_fusion: bool = True
     registers: int = 0
+    near: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -77,4 +82,5 @@ class Build:
         return (
             self.module, self.name, tuple(sorted(self.types.items())), constants, self.num_warps,
             self.num_stages, tuple(sorted(self.divisible)), self.fp_fusion, self.registers,
+            self.near,
         )  # fmt: skip

@@ -17,7 +17,7 @@ def compiled(build: Build, target: Target) -> Any:
     signature = {name: build.types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in build.constants.items()}
     hints = {
-        (place,): [["tt.divisibility", 16]]
+        (place,): [["tt.divisibility", 16]] + [["tt.pointer_range", 32]] * (name in build.near)
         for place, name in enumerate(names)
         if signature[name].startswith("*") or name in build.divisible
     }

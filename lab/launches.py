@@ -80,8 +80,7 @@ class Launches:
             {name: bound[name] for name, kind in kinds.items() if kind == "constexpr"},
             num_warps=parsed.num_warps,
             num_stages=options.get("num_stages"),
-            # Pointers are assumed to be aligned. One hint is left out: AMD's kernels have one if a
-            # tensor is below 2 GiB, which caches are not.
+            # Pointers are assumed to be aligned.
             divisible=tuple(
                 name
                 for name, kind in kinds.items()
@@ -90,6 +89,12 @@ class Launches:
             ),
             fp_fusion=parsed.enable_fp_fusion,
             registers=options.get("maxnreg") or 0,
+            near=tuple(
+                name
+                for name, kind in kinds.items()
+                if kind.startswith("*")
+                and ["tt.pointer_range", 32] in self._backend.parse_attr(hints[name])
+            ),
         )
 
     def _binder(self, kernel: Any) -> tuple[Any, Any]:

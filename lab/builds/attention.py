@@ -36,10 +36,10 @@ from anymla.ops.attention.decode_shapes import (
     AttentionShape,
 )
 from anymla.ops.device import Target
-from lab.build import Build, Judgement, empty
+from lab.build import CACHE_PAGES, Build, Judgement, empty
 from lab.builds import attention_backward, attention_prefill
 
-_PAGES, _ROPE_DIM, _GROUPS = 100, 64, 2
+_ROPE_DIM, _GROUPS = 64, 2
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -92,7 +92,7 @@ def attend(
         if width:
             lengths = empty(tokens, dtype=torch.int32) if call.lengths else None
             listed = empty((tokens, width), dtype=torch.int32)
-            cache = get_layout(layout).allocate(_PAGES, page, "meta")
+            cache = get_layout(layout).allocate(CACHE_PAGES, page, "meta")
             rows.append(CacheRows(cache, layout, listed, lengths))
     plan: Tensor | None = None
     if call.planned:

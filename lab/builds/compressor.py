@@ -26,7 +26,7 @@ from anymla.ops.compressor.shapes import (
     CompressorShape,
 )
 from anymla.ops.device import Target
-from lab.build import Build, Judgement, empty, float32, int32, int64
+from lab.build import CACHE_PAGES, Build, Judgement, empty, float32, int32, int64
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _REQUESTS, _PAGES, _POSITIONS, _EPS = 32, 100, 4096, 1e-6
@@ -108,7 +108,7 @@ def _compress(
         empty(window.channels, dtype=_DTYPES[weights]),
         _EPS,
         float32((_POSITIONS, ROPE_DIM)),
-        get_layout(layout).allocate(_PAGES, shape.page_size, "meta"),
+        get_layout(layout).allocate(CACHE_PAGES, shape.page_size, "meta"),
         int64(tokens),
         compress_ratio=window.ratio,
         overlap=window.overlap,

@@ -19,11 +19,11 @@ from anymla.ops.kv_cache.interface import (
     quantize_and_insert_k_cache,
 )
 from anymla.ops.kv_cache.shapes import CACHES, CacheShape
-from lab.build import Build, Judgement, empty, int32
+from lab.build import CACHE_PAGES, Build, Judgement, empty, int32
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Sizes of all calls, since no tile depends on the number of rows.
-_ROWS, _REQUESTS, _PAGES = 4096, 32, 100
+_ROWS, _REQUESTS = 4096, 32
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -60,7 +60,7 @@ def _gather_native(shape: CacheShape, target: Target) -> None:
 
 
 def _cache(shape: CacheShape) -> Tensor:
-    return get_layout(shape.layout).allocate(_PAGES, shape.page_size, "meta")
+    return get_layout(shape.layout).allocate(CACHE_PAGES, shape.page_size, "meta")
 
 
 def _rows(shape: CacheShape, *leading: int) -> Tensor:

@@ -27,13 +27,13 @@ from anymla.ops.norm_rope.shapes import (
     ModelShape,
     NormShape,
 )
-from lab.build import Build, Judgement, empty, int64
+from lab.build import CACHE_PAGES, Build, Judgement, empty, int64
 
 _META = torch.device("meta")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EPS = 1e-6
 # Sizes of all calls, since no tile depends on the number of tokens.
-_TOKENS, _POSITIONS, _PAGES = 32, 4096, 100
+_TOKENS, _POSITIONS = 32, 4096
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -80,7 +80,7 @@ def _insert(shape: InsertShape) -> None:
     qnorm_rope_kv_insert(
         empty((_TOKENS, shape.heads, channels), dtype=dtype),
         empty((_TOKENS, channels), dtype=dtype),
-        get_layout(shape.layout).allocate(_PAGES, V4_FLASH.page_size, _META),
+        get_layout(shape.layout).allocate(CACHE_PAGES, V4_FLASH.page_size, _META),
         int64(_TOKENS),
         int64(_TOKENS),
         empty((_POSITIONS, V4_FLASH.rope), dtype=torch.float32),
