@@ -3,6 +3,11 @@
 import ctypes
 import fractions
 import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +20,7 @@ from crossrun.amd.machine import Machine, address_of
 from crossrun.amd.memory import HostMemory
 from crossrun.amd.program import Program
 from crossrun.amd.waves import Waves
+from crossrun.targets import backend_problem
 
 F32 = np.float32
 SPECIAL = [0.0, -0.0, 1.0, -1.5, 3.0e-39, 1e38, -3e38, math.inf, -math.inf, math.nan, 0.3, 1e-20]
@@ -516,3 +522,21 @@ def test_install_says_what_is_wrong(monkeypatch):
     monkeypatch.setattr(amd, "missing", lambda: "")
     with pytest.raises(ValueError, match="gfx1201"):
         amd.install("gfx900")
+
+
+def test_the_page_runs_compiled(tmp_path):
+    if backend_problem("hip"):
+        pytest.skip(backend_problem("hip"))
+    page = pathlib.Path(__file__).parents[2] / "docs" / "crossrun" / "amd.md"
+    blocks = re.findall(r"^```python( file=\S+)?\n(.*?)^```$", page.read_text(), re.M | re.S)
+    (named, kernel), (_, program) = blocks
+    (tmp_path / named.removeprefix(" file=")).write_text(kernel)
+    (tmp_path / "program.py").write_text(program)
+    # A process of its own, because a process has one target.
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "'s_endpgm': 64" in done.stdout  # 16 programs of 4 waves
