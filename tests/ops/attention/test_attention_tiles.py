@@ -115,6 +115,17 @@ def test_intels_gpus_multiply_coded_rows_in_bfloat16():
     assert not choose_tile(64, 640, 8, "bfloat16", hopper).row_parts
 
 
+@pytest.mark.parametrize("name", ["gfx1151", "gfx1201"])
+def test_rdna_divides_rows_among_its_warps(name):
+    target = TARGETS[name]
+    assert choose_mode(True, True, target) == "bfloat16"
+    for channels, values in ((512, 512), (576, 512)):
+        assert choose_tile(16, 640, 8, "bfloat16", target, channels, values).row_parts
+    for mode, channels, values in (("float32", 512, 512), ("bfloat16", 640, 512)):
+        assert not choose_tile(16, 640, 8, mode, target, channels, values).row_parts
+    assert choose_mode(True, True, TARGETS["gfx942"]) == "float16"
+
+
 def test_arc_a_multiplies_in_float32():
     """Its products are additions, of as few terms as Triton's compiler takes."""
     arc = TARGETS["xpu_dg2"]
