@@ -12,6 +12,8 @@ from lab.page.table import Table, markdown
 
 # Family of a row for all that is marked for a GPU.
 WHOLE = "all"
+# End of the name of a device that is pretended by an interpreter of its compiled code.
+INTERPRETED = ", interpreted on a CPU"
 
 
 def support_table(rows: Sequence[Row]) -> list[str]:
@@ -48,7 +50,11 @@ def _cell(builds: list[bool], ran: Row | None) -> str:
     count = f"built {len(builds)}" if all(builds) else f"built {sum(builds)} of {len(builds)}"
     if ran is None or not ran["passed"]:
         return count
-    # Devices that stand in for another target are named "NVIDIA H200 as sm_80".
-    how = "executed" if " as " in ran["device"] else "run"
+    # Devices that stand in for another target are named "NVIDIA H200 as sm_80", and those that an
+    # interpreter of its code pretends "gfx942, interpreted on a CPU".
+    if ran["device"].endswith(INTERPRETED):
+        how = "executed (interpreter)"
+    else:
+        how = "executed" if " as " in ran["device"] else "run"
     told = f"{how}, {ran['failed']} of {ran['passed'] + ran['failed']} failed"
     return f"{told if ran['failed'] else f'**{how}**'}, {count}"

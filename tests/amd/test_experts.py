@@ -2,13 +2,13 @@
 
 import ctypes
 import itertools
+import re
 
 import pytest
 import torch
 from sample_calls import operations, sample_call
 
 from anymla.ops.moe import inputs
-from crossrun.amd import Fault
 
 GIB = 1 << 30
 # Of the three experts, where each lies. Triton's buffer loads reach 2 GiB behind a tensor.
@@ -60,10 +60,14 @@ def test_experts_are_found_wherever_they_lie(device, memory, places):
 def test_a_kernel_that_takes_the_first_for_near_reads_zeros(device, memory, name, monkeypatch):
     """The fault that these tests are for, put back."""
     monkeypatch.setattr(inputs, "far_reaching", lambda tensor: tensor)
+    said = ""
     try:
         got, want = results(memory, PLACES[name])
-    except (Fault, RuntimeError) as error:
-        assert "outside of every tensor" in str(error) or "PassManager" in str(error)
+    except RuntimeError as error:
+        said = str(error)
+    if said:
+        # The address is nobody's, or Triton does not compile a choice between two such tensors.
+        assert re.search("outside of every tensor|PassManager", said)
     else:
         assert float((got - want).abs().max()) > 0.01 * float(want.abs().max())
 

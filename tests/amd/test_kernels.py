@@ -91,5 +91,7 @@ def test_addresses_outside_of_tensors_are_faults(device):
     x, out = torch.randn(256), torch.empty(256)
     beyond_kernel[(1,)](x, out, 0, BLOCK=256)
     assert torch.equal(x, out)
-    with pytest.raises(Fault, match=r"beyond_kernel, test_kernels.py:\d+:.*outside of every tensor"):
+    with pytest.raises(
+        Fault, match=r"beyond_kernel, test_kernels.py:\d+:.*outside of every tensor"
+    ):
         beyond_kernel[(1,)](x, out, 1 << 20, BLOCK=256)

@@ -183,7 +183,8 @@ def test_fma_rounds_once():
         ("v_ffbh_u32_e32 v20, v10", lambda a, b: 32 - a.bit_length() if a else -1),
         ("v_ffbl_b32_e32 v20, v10", lambda a, b: (a & -a).bit_length() - 1),
         ("v_bitop3_b32 v20, v10, v11, 12 bitop3:0x96", lambda a, b: a ^ b ^ 12),
-        ("v_perm_b32 v20, v10, v11, 0x0c0d0405", lambda a, b: (a & 255) << 8 | (a >> 8 & 255) | 0xFF << 16),
+        ("v_perm_b32 v20, v10, v11, 0x0c0d0405",
+         lambda a, b: (a & 255) << 8 | (a >> 8 & 255) | 0xFF << 16),
         ("v_alignbit_b32 v20, v10, v11, 7", lambda a, b: (a << 32 | b) >> 7),
         ("v_mad_u64_u32 v[20:21], vcc, v10, v11, v[10:11]", lambda a, b: a * b + a),
         ("v_add_u32_sdwa v20, v10, v11 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_1 "
@@ -225,13 +226,15 @@ def test_carries_make_wide_integers():
     [
         ("s_add_u32 s8, s6, s7", lambda a, b, s: (a + b, a + b >= 2**32)),
         ("s_addc_u32 s8, s6, s7", lambda a, b, s: (a + b + s, a + b + s >= 2**32)),
-        ("s_sub_i32 s8, s6, s7", lambda a, b, s: (a - b, abs(2 * (signed(a) - signed(b)) + 1) > 2**32)),
+        ("s_sub_i32 s8, s6, s7",
+         lambda a, b, s: (a - b, abs(2 * (signed(a) - signed(b)) + 1) > 2**32)),
         ("s_lshl2_add_u32 s8, s6, s7", lambda a, b, s: (4 * a + b, 4 * a + b >= 2**32)),
         ("s_andn2_b32 s8, s6, s7", lambda a, b, s: (a & ~b, a & ~b != 0)),
         ("s_bfe_u32 s8, s6, 0x50007", lambda a, b, s: (a >> 7 & 31, a >> 7 & 31 != 0)),
         ("s_bfe_i32 s8, s6, 0x5001d", lambda a, b, s: (signed(a) >> 29, signed(a) >> 29 != 0)),
         ("s_ashr_i32 s8, s6, 5", lambda a, b, s: (signed(a) >> 5, signed(a) >> 5 != 0)),
-        ("s_min_i32 s8, s6, s7", lambda a, b, s: (min(signed(a), signed(b)), signed(a) < signed(b))),
+        ("s_min_i32 s8, s6, s7",
+         lambda a, b, s: (min(signed(a), signed(b)), signed(a) < signed(b))),
         ("s_mul_hi_u32 s8, s6, s7", lambda a, b, s: (a * b >> 32, s)),
         ("s_mul_hi_i32 s8, s6, s7", lambda a, b, s: (signed(a) * signed(b) >> 32, s)),
         ("s_cselect_b32 s8, s6, s7", lambda a, b, s: (a if s else b, s)),
@@ -437,12 +440,15 @@ def test_lds_between_waves():
         (["v_lshlrev_b32_e32 v1, 2, v0", "ds_write_b32 v1, v0 offset:512"], "which has 512 bytes"),
         (["v_lshlrev_b32_e32 v1, 1, v0", "ds_write_b32 v1, v0"], "misaligned"),
         (["v_mov_b32_e32 v1, 2", "global_load_b32 v20, v1, s[4:5]"], "misaligned"),
-        (["v_mov_b32_e32 v1, 0x7ffff0", "global_load_b32 v20, v1, s[4:5]"], "outside of every tensor"),
-        (["v_mov_b32_e32 v1, 0x7ffff0", "global_store_b32 v1, v0, s[4:5]"], "outside of every tensor"),
+        (["v_mov_b32_e32 v1, 0x7ffff0", "global_load_b32 v20, v1, s[4:5]"],
+         "outside of every tensor"),
+        (["v_mov_b32_e32 v1, 0x7ffff0", "global_store_b32 v1, v0, s[4:5]"],
+         "outside of every tensor"),
         (["scratch_load_b32 v20, off, off offset:16"], "private memory at"),
         (["v_cmp_eq_u32_e32 vcc, 0, v0", "s_and_saveexec_b64 s[8:9], vcc",
           "v_mfma_f32_16x16x16_bf16 v[20:23], v[10:11], v[12:13], 0"], "lanes that are off"),
-        (["v_readfirstlane_b32 s8, v0", "s_cmp_eq_u32 s8, 0", "s_cbranch_scc1 .L", "s_barrier", ".L:"],
+        (["v_readfirstlane_b32 s8, v0", "s_cmp_eq_u32 s8, 0", "s_cbranch_scc1 .L", "s_barrier",
+          ".L:"],
          "waves end while others wait"),
     ],
 )  # fmt: skip
@@ -452,7 +458,8 @@ def test_faults(lines, said):
 
 
 @pytest.mark.parametrize(
-    "line", ["v_dot4_i32_i8 v20, v10, v11, v12", "s_getpc_b64 s[8:9]", "v_mov_b32_e32 v20, src_private_base",
+    "line", ["v_dot4_i32_i8 v20, v10, v11, v12", "s_getpc_b64 s[8:9]",
+             "v_mov_b32_e32 v20, src_private_base",
              "v_mfma_f32_4x4x4_16b_f16 v[20:23], v[10:11], v[12:13], 0",
              "v_mfma_f32_16x16x128_f8f6f4 v[20:23], v[2:9], v[10:17], 0 cbsz:4",
              "buffer_load_dword v20, v10, s[4:7], 0 idxen", "global_load_lds_dword v[2:3], off",
@@ -484,12 +491,16 @@ def test_buffers_end():
         "v_lshlrev_b32_e32 v1, 2, v0", "buffer_load_dword v20, v1, s[8:11], 0 offen",
         "v_mov_b32_e32 v2, 9", "buffer_store_dword v2, v1, s[8:11], 0 offen offset:64",
         "v_or_b32_e32 v1, 0x80000000, v1", "buffer_load_dword v21, v1, s[8:11], 0 offen",
-        "global_load_b32 v22, v9, s[4:5]",
+        "global_load_b32 v22, v9, s[4:5]", "v_lshlrev_b32_e32 v1, 2, v0",
+        "v_add_u32_e32 v1, -64, v1",
+        "buffer_load_dword v23, v1, s[8:11], 0 offen offset:64",
     ]  # fmt: skip
-    got = execute("gfx942", lines, [np.arange(64) + 1], 3)
+    got = execute("gfx942", lines, [np.arange(64) + 1], 4)
     assert got[0].tolist() == [*range(1, 33), *[0] * 32]
     assert not got[1].any()
     assert got[2].tolist() == [*range(1, 17), *[9] * 16, *range(33, 65)]
+    # The sum of both offsets wraps.
+    assert got[3].tolist() == [*range(1, 17), *[9] * 16, *[0] * 32]
 
 
 def test_private_memory():

@@ -271,7 +271,8 @@ class MemoryUnit:
                 if (high[w.running] & U32(0x3FFF0000)).any():
                     raise UnknownInstruction("a buffer with a stride")
                 base = low.astype(U64) | ((high & U32(0xFFFF)).astype(U64) << U64(32))
-                distance = np.asarray(in_lane(w), U64) + added
+                # 32 bits hold the sum of a lane's offset and the instruction's, up to gfx1250.
+                distance = (np.asarray(in_lane(w), U64) + added) & U64(0xFFFFFFFF)
                 distance = distance + np.asarray(in_scalar(w), U64)[..., None]
                 limit = w.scalar[resource + 2].astype(U64)[:, None]
                 return base[:, None] + distance, distance + U64(size) <= limit

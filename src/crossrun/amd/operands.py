@@ -224,7 +224,7 @@ def _dpp_source(mods: Modifiers, lanes: int) -> tuple[Array, Array] | None:
     elif "row_half_mirror" in mods:
         source = (lane & ~7) + 7 - (lane & 7)
     elif "row_share" in mods or "row_newbcast" in mods:
-        source = row + int(mods.get("row_share", mods.get("row_newbcast", 0)))
+        source = row + mods["row_share" if "row_share" in mods else "row_newbcast"]
     elif "row_xmask" in mods:
         source = row + (place ^ mods["row_xmask"])
     elif mods.get("row_bcast") == 15:
