@@ -78,7 +78,7 @@ class Device:
         """Execute a kernel.
 
         Args:
-            machine: what ``load`` returned.
+            machine: the kernel, from ``load``.
             fields: the kernel's arguments as bytes, in order.
             ranges: (address, end) of the memory it may touch beside what ``reach`` named.
             grid: number of work-groups along x, y and z.

@@ -65,7 +65,7 @@ class Machine:
 
     @property
     def executed(self) -> collections.Counter[str]:
-        """How often each instruction was executed, by its name, each wave counted."""
+        """Count executions of each instruction by its name, once for each wave."""
         counted: collections.Counter[str] = collections.Counter()
         for line, times in zip(self.program.lines, self._times, strict=True):
             counted[line.split()[0]] += int(times)

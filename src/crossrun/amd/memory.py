@@ -143,7 +143,7 @@ class HostMemory:
         """Write ``size`` bytes of words at each address.
 
         Raises:
-            Fault: as ``load``.
+            Fault: an address is outside of the ranges, or misaligned.
         """
         self._check(addresses, size)
         unit = min(size, 4)
@@ -182,7 +182,7 @@ def atomic(name: str) -> Callable[..., Any] | None:
     """Return the function of an atomic of 32 bits; None for a compare and swap.
 
     Args:
-        name: what follows "atomic_" or "ds_": "add", "umax", "add_u32", "max_i32", "pk_add_f16".
+        name: the mnemonic behind "atomic_" or "ds_": "add", "umax", "add_u32", "max_i32", "pk_add_f16".
 
     Raises:
         UnknownInstruction: it is not known, or not of 32 bits.

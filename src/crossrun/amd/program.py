@@ -33,7 +33,7 @@ class Program:
 
     Attributes:
         name: the kernel's name.
-        architecture: "gfx942", "gfx1201", ...
+        architecture: the target's name, "gfx942" or "gfx1201" for example.
         lanes: number of lanes of a wave, 64 or 32.
         lines: instructions, without comments.
         sources: for each instruction the line of source it comes from, or "".

@@ -27,7 +27,7 @@ class Waves:
         scc: ``[waves]`` bool, the scalar condition code.
         clamps_fp8: ``[waves]`` bool, MODE.fp16_ovfl: conversions to FP8 saturate.
         active: ``[waves]`` bool, the waves that execute; None if all do.
-        scratch: ``[waves, lanes, bytes]`` private memory.
+        scratch: ``[waves, lanes, bytes]`` uint8, the private memory of each lane.
         group: ``[waves]`` index of each wave's work-group in the batch.
     """
 
