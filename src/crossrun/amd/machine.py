@@ -47,9 +47,8 @@ class Machine:
     """A program with the functions of its instructions, which are decoded when first executed.
 
     Attributes:
-        program: what is executed.
-        memory: global memory.
-        executed: how often each instruction was executed, by its name, each wave counted.
+        program: the kernel that is executed.
+        memory: the launch's global memory.
     """
 
     def __init__(self, program: Program, memory: HostMemory) -> None:

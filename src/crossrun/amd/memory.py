@@ -182,7 +182,7 @@ def atomic(name: str) -> Callable[..., Any] | None:
     """Return the function of an atomic of 32 bits; None for a compare and swap.
 
     Args:
-        name: the mnemonic behind "atomic_" or "ds_": "add", "umax", "add_u32", "max_i32", "pk_add_f16".
+        name: the mnemonic behind "atomic_" or "ds_": "add", "umax", "add_u32", "max_i32".
 
     Raises:
         UnknownInstruction: it is not known, or not of 32 bits.
