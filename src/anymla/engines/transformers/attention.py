@@ -54,7 +54,8 @@ class AnymlaDeepseekV4Attention(DeepseekV4Attention):
     ) -> Tensor:
         batch = attention_mask if isinstance(attention_mask, Batch) else Batch(attention_mask)
         cache = past_key_values if cache is None else cache
-        count, window, compressor = len(hidden_states), self.sliding_window, self.compressor
+        count, window = len(hidden_states), self.sliding_window
+        compressor: Any = self.compressor
         layer = None if cache is None else layer_of(cache, self.layer_idx, window, count)
         kept = layer.kept if layer else ()
         plan = batch.plan(position_ids, count, window, kept)

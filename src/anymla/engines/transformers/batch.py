@@ -1,4 +1,4 @@
-"""Which tokens of a batch are real, to which sequence each belongs, and which rows it sees.
+"""Sequences of a batch: its real tokens, side by side, and the rows that each of them sees.
 
 A batch [B, S] of transformers may hold padding on either side, and several sequences in one row
 whose position ids restart. Layers work on its real tokens alone, side by side:
@@ -114,10 +114,10 @@ class Plan:
         """Find the sequences.
 
         Args:
-            positions: position ids [B, S].
+            positions: position ids [B, S] of the tokens, in each row ascending within a sequence.
             mask: True for real tokens, [B, S]; None for no padding.
             window: largest number of rows that a token sees, itself included.
-            kept: what the cache holds of each row of the batch; empty if it holds nothing.
+            kept: tensors that the cache holds of each row of the batch; empty if it holds nothing.
 
         Raises:
             ValueError: the position ids of a sequence leave some out.

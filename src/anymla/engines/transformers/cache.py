@@ -45,12 +45,12 @@ class Joined:
         return new if len(parts) == len(self.ends) else torch.cat(parts)
 
 
-class SequenceLayer(DynamicSlidingWindowLayer):
-    """What one attention layer keeps, sequence by sequence, in place of transformers' tensors.
+class SequenceLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """Cache of one attention layer by sequences, in place of transformers' tensors.
 
     Attributes:
-        kept: what each row of the batch ends with; None for rows without real tokens. Empty
-            before the first call.
+        kept: the tensors that each row of the batch ends with; None for rows without real tokens.
+            Empty before the first call.
     """
 
     is_croppable = False
@@ -72,7 +72,7 @@ class SequenceLayer(DynamicSlidingWindowLayer):
         """Refuse the rows of another attention implementation.
 
         Raises:
-            ValueError: always.
+            ValueError: another implementation attends with this cache.
         """
         raise ValueError(
             'the cache was filled with attn_implementation="anymla", and only it can go on: begin '
@@ -83,7 +83,7 @@ class SequenceLayer(DynamicSlidingWindowLayer):
         """Refuse to forget tokens: a window that was pooled cannot be opened again.
 
         Raises:
-            ValueError: always.
+            ValueError: the cache is asked to forget tokens.
         """
         raise ValueError('a cache of attn_implementation="anymla" cannot forget its last tokens')
 
