@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf_pair import load
 
 from anymla.model.load import load_model
@@ -17,6 +18,10 @@ from anymla.runtime.request import Request
 from anymla.testing.retrieval import hide
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny"
+pytestmark = pytest.mark.skipif(
+    transformers.__version__.startswith("5.23."),
+    reason="5.23 dequantises FP8 weights to bfloat16, and cannot multiply them in float32",
+)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
