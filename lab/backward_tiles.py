@@ -156,7 +156,7 @@ def measured(
     began = time.monotonic()
     for shape in shapes:
         call = Call(shape, device, channels=channels)
-        chosen = choose_config(shape.heads, torch.bfloat16, target_of(device))
+        chosen = choose_config(shape.heads, torch.bfloat16, target_of(device), shape.topk)
         ways: list[tuple[BackwardConfig, dict[str, Any]]] = [
             (chosen, {"deterministic": True}),
             (dataclasses.replace(chosen, window_rows=64), {"deterministic": True}),

@@ -9,6 +9,7 @@ from paged import BACKENDS, use_backend
 from prefill_cases import Prefill, prefill
 
 from anymla.ops.attention import prefill_attention_backward, prefill_backward_config
+from anymla.ops.attention import triton_prefill_backward_launch as launch
 from anymla.ops.attention.prefill_backward_config import choose_config, triton_backward_support
 from anymla.ops.device import TARGETS, Support
 from anymla.testing.oracle.gradients import attention_gradients
@@ -277,6 +278,23 @@ def test_calls_that_triton_leaves_to_torch(monkeypatch):
     assert "of one dtype" in triton_backward_support(case.q, case.q, case.rows.bfloat16()).reason
     monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["xpu_bmg"])
     assert "Intel" in answer().reason
+
+
+def test_windows_are_summed_tile_by_tile_beside_atomic_sums_of_lists(monkeypatch):
+    chosen = prefill_backward_config.choose_config(3, torch.float32, TARGETS["sm_90"])
+    tile = dataclasses.replace(chosen, window_by_tiles=True)
+    monkeypatch.setattr(launch, "choose_config", lambda *_: tile)
+    subject = Subject(use_backend("triton", monkeypatch), torch.float32, 2e-6)
+    given = call(20, subject)
+    assert_right(given, given.run(subject), subject.tolerance)
+
+
+def test_long_lists_sum_windows_tile_by_tile_on_hopper():
+    def by_tiles(name, listed):
+        return choose_config(64, torch.bfloat16, TARGETS[name], listed).window_by_tiles
+
+    assert [by_tiles("sm_90", listed) for listed in (0, 511, 512)] == [False, False, True]
+    assert not by_tiles("sm_80", 2048)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)

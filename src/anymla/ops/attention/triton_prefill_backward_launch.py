@@ -71,7 +71,8 @@ def prefill_attention_backward(
     delta, total = _denominators(dout, out, lse, sink, delta, dsink)
 
     scale = channels**-0.5 if scale is None else scale
-    config = choose_config(heads, q.dtype, device_facts.target_of(q.device))
+    listed = 0 if lists is None else width
+    config = choose_config(heads, q.dtype, device_facts.target_of(q.device), listed)
     blocks = cdiv(heads, config.heads)
     parts = None if mass is None else mass.new_zeros(tokens, blocks, width)
     strides = dout.stride(0), dout.stride(1), q.stride(0), q.stride(1), rows.stride(0)
