@@ -13,7 +13,7 @@ from anymla.testing.conformance.registry import case, expect
 from anymla.testing.oracle.gradients import AttentionGradients, attention_gradients
 from anymla.testing.tolerance import assert_identical, ulps
 
-_DIM, _WINDOW, _WIDTH, _ROWS = 512, 6, 10, 40
+_DIM, _WINDOW, _WIDTH, _ROWS, _TILED_ROWS = 512, 6, 10, 40, 64
 # P, dS, the output in delta and the result are rounded to bfloat16, each by half a unit.
 _TOLERANCE = ulps(torch.bfloat16, 2)
 
@@ -174,14 +174,30 @@ def same_bits(ops: Ops) -> None:
     whole = given.run(ops, deterministic=True)
     for first, again in zip(whole, given.run(ops, deterministic=True), strict=True):
         assert_identical(first, again, name="a second run")
-    some, rest = given.part(slice(2, 4)), given.part(slice(4, 6))
-    dq, drows, _ = some.run(ops, deterministic=True)
-    assert_identical(dq, whole[0][2:4], name="queries in a batch")
-    # Tokens that come after add to what is there.
-    sums = drows.clone()
-    rest.run(ops, deterministic=True, drows=sums)
-    together = given.part(slice(2, 6)).run(ops, deterministic=True)[1]
-    assert_identical(sums, together, name="rows of two calls")
+    # Rows in whole tiles: a BLAS, with which interpreted kernels multiply, sums by their places.
+    first, second = (dataclasses.replace(one, rows=_filled(one.rows)) for one in (given, _given()))
+    apart = len(first.rows)
+    moved = second.ranges + torch.tensor([apart, 0, apart, 0], dtype=torch.int32)
+    together = Given(
+        *(
+            torch.cat((getattr(first, name), value))
+            for name, value in (("q", second.q), ("rows", second.rows), ("ranges", moved))
+        ),
+        torch.cat([one.lists for one in (first, second) if one.lists is not None]),
+        first.sink,
+        torch.cat((first.dout, second.dout)),
+    )
+    second = dataclasses.replace(second, sink=first.sink)
+    dq, drows, _ = together.run(ops, deterministic=True)
+    for number, one in enumerate((first, second)):
+        alone = one.run(ops, deterministic=True)
+        tokens, rows = len(one.q), len(one.rows)
+        assert_identical(alone[0], dq[number * tokens :][:tokens], name="queries in a batch")
+        assert_identical(alone[1], drows[number * rows :][:rows], name="rows in a batch")
+
+
+def _filled(rows: Tensor) -> Tensor:
+    return torch.cat((rows, rows.new_zeros(_TILED_ROWS - len(rows), rows.shape[1])))
 
 
 @case(
