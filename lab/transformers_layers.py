@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import time
+
+from anymla.child_process import python_command
 
 LENGTHS = (8192, 32768, 131072)
 KINDS = {
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def _run(case: dict[str, object], limit: float) -> dict[str, object]:
-    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--one", json.dumps(case)]
+    command = python_command("-W", "ignore", "-m", __spec__.name, "--one", json.dumps(case))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:

@@ -45,7 +45,7 @@ class BackwardConfig:
 def choose_config(
     heads: int, dtype: torch.dtype, target: Target, listed: int = 0
 ) -> BackwardConfig:
-    """Choose the tile of a call.
+    """Choose the tile for heads, a dtype, a target and lists of a length.
 
     Args:
         heads: query heads H.
