@@ -172,24 +172,26 @@ def gradient_of_lse(ops: Ops) -> None:
 def same_bits(ops: Ops) -> None:
     given = _given()
     whole = given.run(ops, deterministic=True)
-    for first, again in zip(whole, given.run(ops, deterministic=True), strict=True):
-        assert_identical(first, again, name="a second run")
+    for before, again in zip(whole, given.run(ops, deterministic=True), strict=True):
+        assert_identical(before, again, name="a second run")
     # Rows in whole tiles: a BLAS, with which interpreted kernels multiply, sums by their places.
-    first, second = (dataclasses.replace(one, rows=_filled(one.rows)) for one in (given, _given()))
+    other = dataclasses.replace(_given(), sink=given.sink)
+    one_lists, other_lists = given.lists, other.lists
+    assert one_lists is not None
+    assert other_lists is not None
+    first = dataclasses.replace(given, rows=_filled(given.rows))
+    second = dataclasses.replace(other, rows=_filled(other.rows))
     apart = len(first.rows)
-    moved = second.ranges + torch.tensor([apart, 0, apart, 0], dtype=torch.int32)
     together = Given(
-        *(
-            torch.cat((getattr(first, name), value))
-            for name, value in (("q", second.q), ("rows", second.rows), ("ranges", moved))
-        ),
-        torch.cat([one.lists for one in (first, second) if one.lists is not None]),
-        first.sink,
+        torch.cat((first.q, second.q)),
+        torch.cat((first.rows, second.rows)),
+        torch.cat((first.ranges, second.ranges + torch.tensor([apart, 0, apart, 0]).int())),
+        torch.cat((one_lists, other_lists)),
+        given.sink,
         torch.cat((first.dout, second.dout)),
     )
-    second = dataclasses.replace(second, sink=first.sink)
     dq, drows, _ = together.run(ops, deterministic=True)
-    for number, one in enumerate((first, second)):
+    for number, one in enumerate([first, second]):
         alone = one.run(ops, deterministic=True)
         tokens, rows = len(one.q), len(one.rows)
         assert_identical(alone[0], dq[number * tokens :][:tokens], name="queries in a batch")
