@@ -3,7 +3,7 @@
     python -m lab.transformers_layers                 # all lengths; a few minutes on one GPU
 
 Each measurement has a process of its own with a time limit, so that one that runs out of memory
-ends nothing else. Prints one JSON row a measurement. Needs torch and transformers alone.
+ends nothing else. Prints one JSON row a measurement.
 """
 
 from __future__ import annotations

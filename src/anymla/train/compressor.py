@@ -178,7 +178,7 @@ def _pooled(
     whole = windows.whole[part].view(-1, 1, 1)
 
     def gathered(tokens: Tensor, half: slice, there: Tensor) -> tuple[Tensor, Tensor]:
-        # What is not pooled has probability 0, and may be NaN.
+        # A value that is not pooled has probability 0, and may be NaN.
         size, rows = tokens.shape, tokens.flatten()
         values = kv[:, half].index_select(0, rows).unflatten(0, size)
         scores = gate[:, half].index_select(0, rows).unflatten(0, size) + ape[:, half]

@@ -24,16 +24,14 @@ def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool =
     return rotated
 
 
-def rms_norm_grad(
-    x: Tensor, weight: Tensor | None, eps: float, dy: Tensor
-) -> tuple[Tensor, Tensor]:
+def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Differentiate ``y = x n weight`` with ``n = 1 / sqrt(mean(x^2) + eps)``.
 
         dx = n (dy weight - x n^2 mean(dy weight x))        dweight = sum of dy x n over the rows
 
     Args:
         x: rows of the forward pass, [..., D] float32 or float64.
-        weight: weight of the norm, [D]; None for ones.
+        weight: weight of the norm, [D].
         eps: number added to the mean square.
         dy: gradient of y, [..., D] of x's dtype.
 
@@ -43,9 +41,17 @@ def rms_norm_grad(
     inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     normed = x * inverse
     dweight = (dy * normed).flatten(0, -2).sum(0)
-    weighed = dy if weight is None else dy * weight.to(x.dtype)
-    dx = inverse * (weighed - normed * (weighed * normed).mean(-1, keepdim=True))
-    return dx, dweight
+    return _through_norm(normed, inverse, dy * weight.to(x.dtype)), dweight
+
+
+def plain_norm_grad(x: Tensor, eps: float, dy: Tensor) -> Tensor:
+    """Return dx of ``rms_norm_grad`` for a norm without a weight."""
+    inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return _through_norm(x * inverse, inverse, dy)
+
+
+def _through_norm(normed: Tensor, inverse: Tensor, weighed: Tensor) -> Tensor:
+    return inverse * (weighed - normed * (weighed * normed).mean(-1, keepdim=True))
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -13,7 +13,7 @@ from anymla.formats.page_layout import get_layout
 from anymla.ops.kv_cache import dequant_gather_slots, quantize_and_insert_k_cache
 from anymla.ops.norm_rope import qnorm_rope_kv_insert, rope
 from anymla.ops.registry import wide_dtype
-from anymla.train.norm_rope import rms_norm_grad
+from anymla.train.norm_rope import plain_norm_grad
 
 # Rows of a page; kernels are compiled for it.
 _PAGE = 64
@@ -114,7 +114,7 @@ class _HeadsAndRows(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             wide = wide_dtype(q.dtype)
             rotated = rope(dheads.to(wide), positions, table, inverse=True)
-            dq = rms_norm_grad(q.to(wide), None, ctx.eps, rotated)[0].to(q.dtype)
+            dq = plain_norm_grad(q.to(wide), ctx.eps, rotated).to(q.dtype)
         if ctx.needs_input_grad[1]:
             rotated = rope(drows.unsqueeze(1), positions, table, inverse=True)
             dkv = rotated.squeeze(1).to(ctx.dtype)

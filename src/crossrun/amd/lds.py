@@ -100,7 +100,7 @@ class Lds:
                     self._memory[place + byte] = (value >> U32(8 * byte)).astype(np.uint8)
                     self._written[place + byte] = 1
             if size >= 4 and self._shared[waves].any():
-                # Of lanes that write one word in one instruction, the last one's value stays.
+                # Where lanes write one word in one instruction, the last lane's value stays.
                 clash = (self._writer[place // 4] != waves) & (self._words[place // 4] != value)
                 if clash.any():
                     raise Fault("two waves write different values to one word of LDS")
@@ -242,7 +242,7 @@ class LdsUnit:
                 # Lanes that are off give zeros.
                 moved = np.take_along_axis(np.where(on, values, U32(0)), lane, 1)
             else:
-                # Of several that send to a lane, the highest counts.
+                # Where several lanes send to one, the highest counts.
                 moved = np.zeros_like(values)
                 waves, senders = np.nonzero(on)
                 moved[waves, lane[waves, senders]] = values[waves, senders]

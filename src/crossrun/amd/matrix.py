@@ -15,7 +15,7 @@ from crossrun.amd.program import Program
 from crossrun.amd.waves import EXEC, Array, Waves
 
 _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1, "bf8": 1, "i8": 1}
-# What cbsz and blgp of f8f6f4 say of A and B.
+# Formats of A and B by the values of cbsz and blgp in f8f6f4 instructions.
 _F8F6F4 = {0: "fp8", 1: "bf8"}
 
 

@@ -563,7 +563,7 @@ class VectorUnit:
     def _convert_fp8(self, name: str, operands: list[Operand], mods: Modifiers) -> Execute:
         lanes, halves, into = self._lanes, mods.get("op_sel", [0] * 4), operands[0].index
         scaled = "scalef32" in name
-        # Of a scale, the exponent alone counts.
+        # Only the exponent of a scale counts.
         scale = reader(operands[-1], "f32") if scaled else None
 
         def power(w: Waves) -> Array:

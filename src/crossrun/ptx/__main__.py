@@ -18,7 +18,9 @@ _USAGE = f"usage: python -m crossrun.ptx [{_ALL_SMS}] {{{','.join(TARGETS)}}} CO
 
 def main(words: list[str]) -> int:
     """Replace this process by the command; return 2 with a message if the words are wrong."""
-    all_sms, words = words[:1] == [_ALL_SMS], words[words[:1] == [_ALL_SMS] :]
+    all_sms = words[:1] == [_ALL_SMS]
+    if all_sms:
+        words = words[1:]
     if len(words) < 2 or words[0] not in TARGETS:
         print(_USAGE, file=sys.stderr)
         return 2

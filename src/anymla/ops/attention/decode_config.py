@@ -511,8 +511,7 @@ _ARC_A_ROW_PARTS = Tile(16, 8, False, 32, row_parts=16)
 _ARC_A_WIDE_ROW_PARTS = Tile(8, 8, False, 32, row_parts=16)
 # RDNA: a wave of 32 lanes has 256 registers, and gfx11 holds matrix operands twice in a wave.
 # Executed on one token of 16 heads and 128 FP8 rows (docs/amd.md), this tile takes 0.72 of the
-# instructions that heads x channels take on gfx1151 and 0.81 on gfx1201, and spills nothing there,
-# where they spill 465 and 78 registers.
+# instructions that heads x channels take on gfx1151 and 0.81 on gfx1201, and spills nothing there.
 _NARROW_ROW_PARTS = Tile(16, 16, False, 8, row_parts=8)
 # Warps for other rows on Intel, without matrix products: 16 spill nothing, 8 spill 36 registers and
 # 4 some 840.

@@ -134,7 +134,7 @@ def _gathered(call: _Call, index: Tensor, mass: Tensor | None, window: int) -> N
     """Tile by tile, over the rows of each token, zeros where it names none."""
     wide, size = call.lse.dtype, len(call.rows)
     step = max(1, _DEVICE_ROWS // max(index.shape[1], 1))
-    # What names no row is added behind the last one.
+    # Columns that name no row are added to one behind the last.
     sums = call.rows.new_zeros(size + 1, call.rows.shape[1], dtype=wide)
     for start in range(0, len(index), step):
         tile = slice(start, start + step)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# What becomes of a query's addends to rows: nothing, atomic sums, or a row for each column.
+# A query's addends to rows are left out, summed by atomics, or written to a row for each column.
 NOTHING = tl.constexpr(0)
 ATOMICS = tl.constexpr(1)
 COLUMNS = tl.constexpr(2)

@@ -151,7 +151,7 @@ def _add_in_order(drows: Tensor, parts: Tensor, index: Tensor, used: Tensor) -> 
     size, (_, blocks, columns, channels) = len(drows), parts.shape
     column = torch.arange(columns, device=index.device)
     named = (index >= 0) & (index < size) & (column < used.unsqueeze(1))
-    # What names no row goes behind the last one. A stable sort keeps tokens in order.
+    # Columns that name no row are sorted behind all rows. A stable sort keeps tokens in order.
     slots, order = index.where(named, size).flatten().sort(stable=True)
     rows = torch.arange(size + 1, dtype=slots.dtype, device=slots.device)
     first = torch.searchsorted(slots, rows)
