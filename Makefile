@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Where bytecode is forbidden, every process of the tests compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # Processes of the tests: one a core.
 JOBS ?= auto
 LOWEST_VENV ?= .venv-lowest
@@ -155,7 +157,6 @@ tables: $(READY)
 	$(BIN)/python docs/lists.py
 
 docs: $(READY)
-	@$(call pip,$(VENV),--constraint constraints.txt --editable '.[docs]')
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 clean:
