@@ -16,9 +16,9 @@ from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 RATIOS = (0, 4, 128, 4)
 
 
-def tiny(directory: Path, weights: str = "bf16") -> Path:
+def tiny(directory: Path) -> Path:
     """Write the four-layer checkpoint into a directory and return it."""
-    write_tiny_checkpoint(directory, TinyOptions(ratios=RATIOS, weights=weights))
+    write_tiny_checkpoint(directory, TinyOptions(ratios=RATIOS, weights="bf16"))
     return directory
 
 

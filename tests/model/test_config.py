@@ -31,7 +31,7 @@ def test_official_flash_values() -> None:
     assert config.yarn == YarnScaling(16.0, 65536, 32.0, 1.0)
     assert config.quantization == Quantization("fp8", (128, 128), "ue8m0", "dynamic")
     assert config.expert_dtype == "fp4"
-    assert (config.bos_token_id, config.eos_token_id, config.eos_token_ids) == (0, 1, (1,))
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
     assert config.num_hash_layers == 3
 
 
@@ -55,7 +55,6 @@ def test_ratios_of_the_backbone_alone_are_completed() -> None:
 def test_end_of_text_ids(eos: Any) -> None:
     config = ModelConfig.from_dict(flash(eos_token_id=eos))
     assert config.eos_token_ids == {1: (1,), None: ()}.get(eos if eos != [1, 5] else 0, (1, 5))
-    assert config.eos_token_id == (None if eos is None else 1)
 
 
 def test_sources_that_every_layer_is_anyway() -> None:

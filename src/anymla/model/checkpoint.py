@@ -266,10 +266,10 @@ def _sizes(values: object) -> tuple[int, ...]:
     return tuple(values)
 
 
-def enumerate_some(items: Sequence[str], shown: int = 3) -> str:
-    """Name the first items, and count the others."""
-    listed = ", ".join(items[:shown])
-    return listed if len(items) <= shown else f"{listed} and {len(items) - shown} more"
+def enumerate_some(items: Sequence[str]) -> str:
+    """Name the first three items, and count the others."""
+    listed = ", ".join(items[:3])
+    return listed if len(items) <= 3 else f"{listed} and {len(items) - 3} more"
 
 
 def _first_line(error: Exception) -> str:

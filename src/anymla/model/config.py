@@ -133,11 +133,6 @@ class ModelConfig:
     engram: EngramConfig | None
 
     @property
-    def eos_token_id(self) -> int | None:
-        """The first id in ``eos_token_ids``, or None."""
-        return self.eos_token_ids[0] if self.eos_token_ids else None
-
-    @property
     def backbone_ratios(self) -> tuple[int, ...]:
         """Compress ratios of the backbone layers."""
         return self.compress_ratios[: self.num_hidden_layers]

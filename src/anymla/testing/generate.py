@@ -15,6 +15,8 @@ from anymla.formats.page_layout import get_layout
 from anymla.formats.pages import PageLayout
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+# Bytes before a guarded cache's first page, and between a page's padded end and the next page.
+_OFFSET, _GAP = 512, 4096
 
 
 def hostile_indices(limit: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -76,37 +78,30 @@ class GuardedCache:
         return places | set(range(start + offset * scales, start + (offset + 1) * scales))
 
 
-def guarded_cache(
-    layout_id: str, pages: int, entries: int, *, gap: int = 4096, offset: int = 512, fill: int = 255
-) -> GuardedCache:
-    """Allocate a cache whose pages are ``gap`` bytes apart, full of ``fill`` bytes.
+def guarded_cache(layout_id: str, pages: int, entries: int) -> GuardedCache:
+    """Allocate a cache whose pages lie apart, full of 0xFF bytes.
 
-    0xFF bytes are NaN as e4m3, as bfloat16, as float32 and as ue8m0, so any read of unwritten
+    These bytes are NaN as e4m3, as bfloat16, as float32 and as ue8m0, so any read of unwritten
     memory shows.
 
     Args:
         layout_id: layout id of the cache.
         pages: P, number of pages.
         entries: B, number of entries per page.
-        gap: bytes between a page's padded end and the next page, a multiple of 16.
-        offset: bytes before the first page, a multiple of 16.
-        fill: value of every byte.
     """
     layout = get_layout(layout_id)
     item = layout.dtype.itemsize
-    stride = layout.page_stride_bytes(entries) + gap
-    buffer = torch.full((offset + pages * stride,), fill, dtype=torch.uint8)
+    stride = layout.page_stride_bytes(entries) + _GAP
+    buffer = torch.full((_OFFSET + pages * stride,), 0xFF, dtype=torch.uint8)
     cache = buffer.view(layout.dtype).as_strided(
         (pages, entries, layout.row_elements),
         (stride // item, layout.row_elements, 1),
-        offset // item,
+        _OFFSET // item,
     )
     return GuardedCache(cache, layout, buffer, buffer.clone())
 
 
-def scattered_pages(
-    lengths: Sequence[int], entries: int, *, spare: int = 3, width: int | None = None
-) -> tuple[Tensor, int]:
+def scattered_pages(lengths: Sequence[int], entries: int, *, spare: int = 3) -> tuple[Tensor, int]:
     """Build block tables of requests whose pages are in random order among unused ones.
 
     Page 0 is never used (engines keep it as the null page). Entries of the table after a request's
@@ -116,16 +111,15 @@ def scattered_pages(
         lengths: number of entries of each request.
         entries: number of entries per page.
         spare: number of pages that belong to no request.
-        width: columns of the table; by default the longest request's pages and two more.
 
     Returns:
-        Block table int32 [R, P] and the number of pages of the cache.
+        Block table int32 [R, P], two columns wider than the longest request needs, and the number
+        of pages of the cache.
     """
     counts = [-(-length // entries) for length in lengths]
     total = 1 + sum(counts) + spare
     pages = (1 + torch.randperm(total - 1)).int()
-    columns = max(counts, default=0) + 2 if width is None else width
-    table = hostile_indices(total, len(counts), columns)
+    table = hostile_indices(total, len(counts), max(counts, default=0) + 2)
     used = 0
     for request, count in enumerate(counts):
         table[request, :count] = pages[used : used + count]

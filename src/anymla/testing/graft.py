@@ -22,30 +22,20 @@ from anymla.model.config import ModelConfig
 from anymla.testing.tiny_checkpoint import TinyOptions, random_tensors
 
 _TAPS = 3
+# Layers of the drafter, tokens that it guesses at once, and the width of its Markov tables.
+_LAYERS, _BLOCK, _RANK = 3, 5, 128
 # Offset in log(times seen + _UNSEEN): a pair seen once is e ** 3 as likely as an unseen one.
 _UNSEEN = 0.05
 # Factor of the norm before the stages' logits, which decide where no pair is known.
 _STAGES = 0.2
 
 
-def graft_dspark(
-    directory: str | Path,
-    token_ids: Sequence[int],
-    *,
-    stages: int = 3,
-    block: int = 5,
-    rank: int = 128,
-    seed: int = 0,
-) -> None:
+def graft_dspark(directory: str | Path, token_ids: Sequence[int]) -> None:
     """Replace a checkpoint's MTP layers by a DSpark drafter.
 
     Args:
         directory: checkpoint of one file, which is replaced, as is its ``config.json``.
         token_ids: token ids of the text whose pairs the Markov head learns.
-        stages: number of layers of the drafter.
-        block: number of tokens that it guesses at once.
-        rank: width of the Markov tables, at most the vocabulary.
-        seed: seed of the stages' values.
 
     Raises:
         ValueError: the checkpoint has a DSpark drafter already, or fewer than three layers.
@@ -60,20 +50,20 @@ def graft_dspark(
         raise ValueError(f"{directory}: {layers} layers, a drafter reads behind {_TAPS}")
     config |= {
         "num_nextn_predict_layers": 1,  # as in published checkpoints, whatever they hold
-        "compress_ratios": [*before.backbone_ratios, *[0] * stages],
-        "dspark_block_size": block,
+        "compress_ratios": [*before.backbone_ratios, *[0] * _LAYERS],
+        "dspark_block_size": _BLOCK,
         "dspark_noise_token_id": before.vocab_size - 1,
         "dspark_target_layer_ids": list(range(layers))[-_TAPS:],
-        "dspark_markov_rank": rank,
+        "dspark_markov_rank": _RANK,
     }
     after = ModelConfig.from_dict(config)
     quantised = "quantization_config" in config
-    options = TinyOptions(weights="fp4" if quantised else "bf16", seed=seed)
+    options = TinyOptions(weights="fp4" if quantised else "bf16")
     drafter, _ = random_tensors(options, after, prefix="mtp.")
-    last = f"mtp.{stages - 1}."
+    last = f"mtp.{_LAYERS - 1}."
     drafter[f"{last}norm.weight"] *= _STAGES
     first, second = after.family.markov_tables
-    tables = markov_tables(token_ids, after.vocab_size, rank)
+    tables = markov_tables(token_ids, after.vocab_size, _RANK)
     for name, table in zip((first, second), tables, strict=True):
         drafter[f"{last}markov_head.{name}.weight"] = table.bfloat16()
     kept = load_file(path / SINGLE_FILE)

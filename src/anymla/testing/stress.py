@@ -20,7 +20,6 @@ from torch import Tensor
 
 _REPEATS = 8  # repetitions of a call in its graph
 _LOAD_BYTES = 64 << 20
-_TELL_SECONDS = 4
 _POISON = 0xFF  # NaN in every floating format of the results
 
 
@@ -71,35 +70,20 @@ class _Recorded:
     counts: Tensor  # int64 [2]: different, compared
 
 
-def repeat(
-    calls: Sequence[Repeated],
-    blocks: int,
-    *,
-    seed: int = 0,
-    limit: float = 60,
-    tell: Callable[[Outcome], None] | None = None,
-) -> Outcome:
+def repeat(calls: Sequence[Repeated], blocks: int, *, limit: float = 60) -> Outcome:
     """Repeat calls in random order, and compare their results.
 
     Args:
         calls: calls to repeat.
         blocks: number of blocks to read before the end.
         limit: time limit in seconds.
-        seed: seed of the order.
-        tell: callback with the outcome so far, called every few seconds.
     """
     recorded = [_record(call) for call in calls]
     load = torch.zeros(_LOAD_BYTES, dtype=torch.uint8, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
-    order, done, launched = random.Random(seed), 0, 0
-    started = told = time.perf_counter()
-
-    def outcome() -> Outcome:
-        counts = [(each.call.label, each.counts.tolist()) for each in recorded]
-        found = {label: different for label, (different, _) in counts if different}
-        compared = sum(compared for _, (_, compared) in counts)
-        return Outcome(compared, launched, done, time.perf_counter() - started, found)
+    order, done, launched = random.Random(0), 0, 0
+    started = time.perf_counter()
 
     while done < blocks and time.perf_counter() - started < limit:
         for _ in range(16):
@@ -117,10 +101,10 @@ def repeat(
             with torch.cuda.stream(streams[2]):
                 load[: order.randrange(1, _LOAD_BYTES)].add_(1)
         torch.cuda.synchronize()
-        if tell is not None and time.perf_counter() - told > _TELL_SECONDS:
-            told = time.perf_counter()
-            tell(outcome())
-    return outcome()
+    counts = [(each.call.label, each.counts.tolist()) for each in recorded]
+    found = {label: different for label, (different, _) in counts if different}
+    compared = sum(compared for _, (_, compared) in counts)
+    return Outcome(compared, launched, done, time.perf_counter() - started, found)
 
 
 def _record(call: Repeated) -> _Recorded:
