@@ -10,7 +10,7 @@ from servers import Run, generate, needs_worker, score_with_transformers
 pytestmark = needs_worker
 
 LENGTHS = (700, 2600)  # every entry fits the selection of 512; the indexer has to choose
-NEW_TOKENS = 64
+NEW_TOKENS = 32  # after each prompt a page of 64 is filled and the next begun
 LAYERS = {1: 1, 4: 2, 128: 1}  # of each ratio
 
 
