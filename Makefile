@@ -112,7 +112,7 @@ $(INTEL_READY): pyproject.toml constraints.txt constraints-intel.txt .ci/ocloc.s
 test-intel: $(INTEL_READY)
 	ANYMLA_OCLOC=$(INTEL_VENV)/ocloc/ocloc $(INTEL_VENV)/bin/python -m lab build-matrix --first file --target xpu_bmg
 	@TRITON_INTERPRET=0 $(INTEL_VENV)/bin/python -c 'import sys; from anymla.testing.intel_on_cpu import missing; sys.exit(missing() or None)'
-	TRITON_INTERPRET=0 ANYMLA_OPENCL_CACHE=$(INTEL_VENV)/opencl $(INTEL_VENV)/bin/python -m pytest tests/intel tests/crossrun/test_intel.py
+	TRITON_INTERPRET=0 ANYMLA_OPENCL_CACHE=$(INTEL_VENV)/opencl $(INTEL_VENV)/bin/python -m pytest -m "not slow" tests/intel tests/crossrun/test_intel.py
 
 # Each a process of its own, which has one target; with -j 2 two at a time.
 test-amd: $(AMD_TARGETS:%=test-amd-%)
