@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._gluon import aggregate
-from anymla.ops._gluon_ptx import cvt_e4m3x2_f32, opaque, prefetch_global_l1
+from anymla.ops._gluon_ptx import cvt_e4m3x2_f32, prefetch_global_l1
 
 CHANNELS = gl.constexpr(get_layout(MAIN_FP8).channels)
 _BLOCK = gl.constexpr(FP8_BLOCK)
@@ -148,9 +148,9 @@ def _blocks(
 
 
 @gluon.jit
-def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constexpr, zero=0):
+def _store_scales(exponent, to, row, valid, ROWS: gl.constexpr, PART: gl.constexpr):
     L: gl.constexpr = exponent.type.layout
-    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)) + zero, 1)
+    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), 1)
     c = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, L)), 0)
     at = to.scales + row * (CHANNELS // _BLOCK) + (r * (CHANNELS // _BLOCK) + c + PART * 2)
     gl.store(at, power_of(exponent), mask=(r < valid) & (c >= 0))
@@ -179,47 +179,6 @@ def store_quantized_rows(
     at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + PART * (2 * _PAIRS))
     gl.store(at + (block * _PAIRS + pair), codes.to(gl.int16), mask=(r < H - head) & (pair >= 0))
     _store_scales(exponent, to, row, H - head, ROWS, PART)
-
-
-@gluon.jit
-def _store_quantized_half(y, to, token, H, head, PART: gl.constexpr, WHOLE: gl.constexpr):
-    codes, exponent = _blocks(y, to, token, 64, PART, False)
-    # Store 16 bytes per lane: four lanes exchange their shares of a row's 32 pairs.
-    WIDE: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0], [0, 64]],
-        [],
-        [64, 2 * _PAIRS],
-    )
-    codes = gl.convert_layout(gl.reshape(codes.to(gl.int16), [64, 2 * _PAIRS]), WIDE)
-    row = token.to(gl.int64) * H + head
-    zero = opaque(token * 0)
-    r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE)) + zero, 1)
-    c = gl.expand_dims(gl.arange(0, 2 * _PAIRS, layout=gl.SliceLayout(0, WIDE)), 0)
-    at = to.heads + row * (CHANNELS // 2) + (r * (CHANNELS // 2) + c + PART * (2 * _PAIRS))
-    if WHOLE:
-        gl.store(at, codes)
-    else:
-        gl.store(at, codes, mask=(r < H - head) & (c >= 0))
-    _store_scales(exponent, to, row, H - head, 64, PART, zero)
-
-
-@gluon.jit
-def store_quantized_sums(y, to, token, H, head, WHOLE: gl.constexpr):
-    """Store heads ``head`` .. ``head`` + 63 as eight warps' matrix instructions leave them.
-
-    Args:
-        y: [64, 512], of which four warps have every other quant block; channels in their own order.
-        to: destination of the heads, an ``Output``.
-        token: index of the token.
-        H: number of heads.
-        head: index of the first of the 64 heads.
-        WHOLE: True if all 64 heads exist.
-    """
-    left, right = gl.split(gl.permute(gl.reshape(y, [64, 2, CHANNELS // 2]), (0, 2, 1)))
-    _store_quantized_half(left, to, token, H, head, 0, WHOLE)
-    _store_quantized_half(right, to, token, H, head, 1, WHOLE)
 
 
 @gluon.jit
