@@ -1,5 +1,6 @@
 """vLLM's model with parts of anymla's, built on the meta device of a machine without that device:
-``construct.py ANSWER.json CHECKPOINT DEVICE``, DEVICE as ``Machine.name``.
+``construct.py ANSWER.json CHECKPOINT DEVICE``, DEVICE as ``Machine.name``, with ``+AITER`` behind
+it if AMD's library of kernels is to be taken for installed.
 
 The platform says that it is such a device, and
 compiled modules of vLLM's are empty: what is built is all
@@ -48,15 +49,21 @@ def pretend(device: str = "sm_90") -> Any:
     for name in ("Event", "Stream"):  # torch's own need the device
         for module in (torch.cuda, torch.xpu):
             setattr(module, name, type(name, (), {}))
+    if device.startswith("gfx"):
+        return _pretend_rocm(device)
     return _pretend_xpu() if device == "XPU" else _pretend_cuda(device)
+
+
+def _no_compiled_modules(*names: str) -> None:
+    for name in names:
+        for module in (name, f"{name}_stable_libtorch"):
+            sys.modules[f"vllm.{module}"] = Empty(module)
+        setattr(torch.ops, name, _Operations())
 
 
 def _pretend_cuda(device: str) -> Any:
     major, minor = divmod(int(device.removeprefix("sm_")), 10)
-    for name in ("_C", "_moe_C"):
-        for module in (name, f"{name}_stable_libtorch"):
-            sys.modules[f"vllm.{module}"] = Empty(module)
-        setattr(torch.ops, name, _Operations())
+    _no_compiled_modules("_C", "_moe_C")
     for module in ("vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
         sys.modules[f"vllm.{module}"] = Empty(module)
     from vllm import platforms
@@ -97,6 +104,35 @@ def _pretend_xpu() -> Any:
             return 64 << 30
 
     platforms._current_platform = Pretended()
+    return Pretended
+
+
+def _pretend_rocm(device: str) -> Any:
+    """The architecture's name comes from AMD's library, without which vLLM asks the device."""
+    device, _, library_of_kernels = device.partition("+")
+    _no_compiled_modules("_C", "_moe_C", "_rocm_C")
+    library: Any = Empty("amdsmi")
+    library.AmdSmiException = RuntimeError
+    library.amdsmi_get_processor_handles = lambda: [0]
+    library.amdsmi_get_gpu_asic_info = lambda _: {"target_graphics_version": device}
+    sys.modules["amdsmi"] = library
+    from vllm import platforms
+    from vllm.platforms import rocm
+
+    class Pretended(rocm.RocmPlatform):
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "AMD Instinct"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 192 << 30
+
+    platforms._current_platform = Pretended()
+    if library_of_kernels:
+        from vllm._aiter_ops import rocm_aiter_ops
+
+        rocm_aiter_ops.is_enabled = staticmethod(lambda: True)
     return Pretended
 
 
@@ -149,6 +185,9 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
             config.model_config.hf_config.vision_max_n_token = 384
             model._PLAN = report.plan(report.this_machine(), chosen.partition(" ")[0])
             several = mock.patch.object(config.parallel_config, "data_parallel_size", 2)
+            if chosen == "force":  # vLLM's layers of hyper-connections are replaced by name
+                model._REPLACED = frozenset(part.name for part in model._PLAN if part.replaced)
+                model.exchange.cache_clear()
             config.compilation_config.static_forward_context.clear()
             exchanged.clear()
             with torch.device("meta"), several if "two" in chosen else contextlib.nullcontext():
@@ -156,6 +195,11 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
             names = collections.Counter(type(each).__name__ for each in built.modules())
             found[chosen] = {"classes": names, "exchanged": +exchanged}
             found[chosen]["for all"] = bool(model.exchange.cache_info().currsize)
+            attentions: list[Any] = [m for m in built.modules() if hasattr(m, "swa_cache_layer")]
+            found[chosen]["streams"] = sum(m.aux_stream_list is not None for m in attentions)
+            found[chosen]["laid out anew"] = sum(
+                hasattr(m, "prepare_attn_preshuffle") for m in attentions
+            )
     return found
 
 

@@ -1,5 +1,5 @@
-"""vLLM's DSpark drafter with parts of anymla's, built where a CPU pretends to be sm_90:
-``draft_construct.py ANSWER.json CHECKPOINT``. The answer counts modules by class."""
+"""vLLM's DSpark drafter with parts of anymla's, built where a CPU pretends to be another device:
+``draft_construct.py ANSWER.json CHECKPOINT DEVICE``. The answer counts modules by class."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
 
     import anymla.engines.vllm.experts  # noqa: F401  while vLLM's class has its name
     from anymla.engines.vllm import model, report
-    from anymla.engines.vllm.pinned import DSPARK_MODULE, PLATFORMS
+    from anymla.engines.vllm.pinned import DSPARK_MODULES, PLATFORMS
 
     registry._run_in_subprocess = lambda inspect: inspect()  # which would not pretend
     config = EngineArgs(
@@ -34,8 +34,9 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
     ).create_engine_config()
     config.kernel_config.enable_jit_warmup = False
     platform.device_type, scores.has_deep_gemm = "meta", lambda: True
-    importlib.import_module(PLATFORMS["cuda"].module).DeepseekV4MoE = construct.NoExperts
-    drafter: Any = importlib.import_module(DSPARK_MODULE)
+    machine = report.this_machine().platform
+    importlib.import_module(PLATFORMS[machine].module).DeepseekV4MoE = construct.NoExperts
+    drafter: Any = importlib.import_module(DSPARK_MODULES[machine])
     drafter.DSparkDeepseekV4ForCausalLM.set_moe_parameters = lambda self: None
     found = {}
     with set_current_vllm_config(config):
@@ -54,4 +55,4 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.bfloat16)
-    Path(sys.argv[1]).write_text(json.dumps(build(sys.argv[2], construct.pretend())))
+    Path(sys.argv[1]).write_text(json.dumps(build(sys.argv[2], construct.pretend(sys.argv[3]))))

@@ -1,7 +1,7 @@
 """vLLM's model is built with each part of anymla's, where a CPU pretends to be another device."""
 
 import os
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,24 @@ LACKING = {
     "sm_86": {"attention", "indexer", "compressor", "mhc"},
     "sm_89": {"attention", "indexer", "mhc"},
     "XPU": {"attention"},
+    "gfx942": {"indexer"},
+    "gfx950": set[str](),
 }
+# What a part brings along, since index keys are stored differently there.
+BRINGS = {
+    "attention": {"indexer", "compressor"},
+    "indexer": {"compressor"},
+    "compressor": {"indexer"},
+}
+HYPER_CONNECTIONS = {"MHCPreOp": 4, "MHCPostOp": 4, "MHCFusedPostPreOp": 4, "HCHeadOp": 1}
 
 
 def assert_each_part_is_anymlas_where_asked(
-    found: dict[str, Any], auto: set[str], lacking: Set[str] = frozenset()
+    found: dict[str, Any],
+    auto: set[str],
+    lacking: Set[str] = frozenset(),
+    theirs: Mapping[str, dict[str, int]] = THEIRS,
+    brings: Mapping[str, Set[str]] = {},
 ) -> None:
     images = found.pop("force with images")
     assert not [name for name in images["classes"] if name.startswith("Anymla") and name != MODEL]
@@ -51,9 +64,9 @@ def assert_each_part_is_anymlas_where_asked(
     of_modes = {"auto": auto, "auto on two GPUs": set(), "force": set(COUNTS)}
     for chosen, built in found.items():
         assert built["for all"]
-        asked = of_modes.get(chosen, {chosen}) | lacking
+        asked = of_modes.get(chosen, {chosen} | brings.get(chosen, frozenset())) | lacking
         for part in COUNTS:
-            ours, others = (COUNTS, THEIRS) if part in asked else (THEIRS, COUNTS)
+            ours, others = (COUNTS, theirs) if part in asked else (theirs, COUNTS)
             for name, count in ours[part].items():
                 assert built["classes"].get(name) == count, (chosen, name)
             for name in others[part]:
@@ -85,17 +98,49 @@ def test_the_model_of_another_vllm_is_asked_for_its_classes(
     }
 
 
+def assert_built(found: dict[str, Any], device: str) -> None:
+    architecture, _, aiter = device.partition("+")
+    theirs, brings = dict(THEIRS), {}
+    if device.startswith("gfx"):
+        theirs["attention"] = {"DeepseekV4ROCMAiterMLAAttention": 4}
+        assert_layers_suit_rocm(found)
+    if aiter:
+        theirs["indexer"] = {
+            "DeepseekV4RocmMxfp4Indexer": 2,
+            "DeepseekV4RocmMxfp4IndexerCache": 2,
+            "RocmSparseAttnIndexer": 2,
+        }
+        theirs["compressor"] = {"DeepseekCompressor": 3, "DeepseekV4RocmMxfp4Compressor": 2}
+    if architecture == "gfx950":
+        brings = BRINGS
+    lacking = LACKING[architecture]
+    assert_each_part_is_anymlas_where_asked(found, set(), lacking, theirs, brings)
+
+
+def assert_layers_suit_rocm(found: dict[str, Any]) -> None:
+    """Anymla's attention uses no second stream, and weights are not laid out for AITER's kernels.
+
+    Hyper-connections are vLLM's layers there, which are replaced by their names.
+    """
+    for built in found.values():
+        theirs = built["classes"].get("DeepseekV4ROCMAiterMLAAttention", 0)
+        assert built["laid out anew"] == theirs
+        assert built["streams"] == (3 if theirs else 0)
+    for name, count in HYPER_CONNECTIONS.items():
+        assert found["force"]["classes"].get(f"Anymla{name}") == count
+        assert found["auto"]["classes"].get(name) == count
+
+
 @pytest.mark.parametrize("device", LACKING)
 def test_the_model_on_another_device(checkpoint: Path, tmp_path: Path, device: str) -> None:
-    found = look_up("construct.py", tmp_path, "off", str(checkpoint), device)
-    assert_each_part_is_anymlas_where_asked(found, set(), LACKING[device])
+    assert_built(look_up("construct.py", tmp_path, "off", str(checkpoint), device), device)
 
 
 @needs_source
-@pytest.mark.parametrize("device", LACKING)
+@pytest.mark.parametrize("device", [*LACKING, "gfx950+AITER"])
 def test_the_model_of_another_vllm_on_another_device(
     checkpoint: Path, tmp_path: Path, device: str
 ) -> None:
     source = Path(os.environ[SOURCE])
     found = look_up("construct.py", tmp_path, "off", str(checkpoint), device, source=source)
-    assert_each_part_is_anymlas_where_asked(found, set(), LACKING[device])
+    assert_built(found, device)

@@ -52,16 +52,25 @@ def test_builders_go_by_the_requests_that_the_device_knows(tmp_path: Path) -> No
 
 @needs_vllm
 @needs_source
+@pytest.mark.parametrize(
+    ("device", "theirs"),
+    [
+        ("sm_90", "DeepseekV4FlashMLAAttention"),
+        # Whose rows of a context hold other codes than those that anymla's attention reads.
+        ("gfx942", "DeepseekV4ROCMAiterMLAAttention"),
+    ],
+)
 def test_the_drafter_of_another_vllm_is_built_with_anymlas_attention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three stages. For speed alone nothing is taken beside drafts: nothing was timed with them."""
     done = CliRunner().invoke(main, ["make-tiny", str(tmp_path / "tiny"), "--drafter", "dspark"])
     assert done.exit_code == 0, done.output
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # which alone drafts so
     source = Path(os.environ[SOURCE])
-    found = look_up("draft_construct.py", tmp_path, "force", str(tmp_path / "tiny"), source=source)
-    ours, theirs = "AnymlaAttention", "DeepseekV4FlashMLAAttention"
+    given = str(tmp_path / "tiny"), device
+    found = look_up("draft_construct.py", tmp_path, "force", *given, source=source)
+    ours = "AnymlaAttention"
     expected = {"off": theirs, "auto": theirs, "force": ours}
     for chosen, classes in found["classes"].items():
         assert classes.pop(expected[chosen]) == 3

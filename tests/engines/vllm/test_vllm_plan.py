@@ -20,6 +20,7 @@ def replaced(machine: Machine, mode: str) -> set[str]:
     return {part.name for part in report.plan(machine, mode) if part.replaced}
 
 
+GFX942, GFX950 = (Machine("rocm", architecture=name) for name in ("gfx942", "gfx950"))
 ALL = {report.ATTENTION, report.INDEXER, report.COMPRESSOR, report.MHC}
 LACKING = {
     Machine("cpu"): {report.ATTENTION, report.INDEXER},
@@ -33,6 +34,8 @@ LACKING = {
     cuda(11): ALL - {report.COMPRESSOR},
     cuda(12): {report.ATTENTION},
     cuda(12, flashinfer=True): set(),
+    GFX942: {report.INDEXER},
+    GFX950: set(),
 }
 machines = pytest.mark.parametrize("machine", LACKING, ids=lambda machine: machine.name)
 
@@ -63,6 +66,8 @@ def test_one_part_comes_with_what_the_device_lacks_and_no_more(machine: Machine,
     asked = {name}
     if machine.capability in ((10, 0), (10, 3)) and name in (report.INDEXER, report.COMPRESSOR):
         asked = {report.INDEXER, report.COMPRESSOR}
+    if machine == GFX950 and name != report.MHC:
+        asked = {name, report.INDEXER, report.COMPRESSOR}
     assert replaced(machine, name) & ALL == asked | LACKING[machine]
 
 
@@ -201,9 +206,19 @@ def test_nothing_is_replaced_beside_a_vision_tower(machine: Machine, chosen: str
 
 @pytest.mark.parametrize("chosen", ["force", "attention"])
 def test_a_platform_without_an_adapter_keeps_everything(chosen: str) -> None:
-    assert not replaced(Machine("rocm"), chosen)
-    parts = report.plan(Machine("rocm"), chosen)
-    assert all("ROCM" in part.why for part in parts if part.name in ALL)
+    assert not replaced(Machine("tpu"), chosen)
+    parts = report.plan(Machine("tpu"), chosen)
+    assert all("TPU" in part.why for part in parts if part.name in ALL)
+
+
+@pytest.mark.parametrize(("machine", "fnuz"), [(GFX942, True), (GFX950, False)])
+def test_on_an_amd_gpu_the_codes_of_index_keys_decide(machine: Machine, fnuz: bool) -> None:
+    """The compressor writes OCP codes everywhere; vLLM's indexer reads the platform's."""
+    assert machine.fnuz == fnuz
+    (indexer,) = [p for p in report.plan(machine, "auto") if p.name == report.INDEXER]
+    assert indexer.replaced == fnuz
+    assert ("as e4m3fnuz" in indexer.why) == fnuz
+    assert report.DRAFT_MODEL in replaced(machine, "attention")
 
 
 def test_only_a_cpu_needs_stand_ins_for_metadata_kernels_and_has_no_draft_model() -> None:
@@ -311,7 +326,9 @@ SHARED = set(report.V41_PARTS)
 @machines
 def test_of_v41_what_vllm_lacks_is_replaced_and_nothing_else(machine: Machine) -> None:
     found = {part.name for part in report.v41_plan(machine, "auto") if part.replaced}
-    if machine.platform != "cuda":
+    if machine.platform == "rocm":
+        assert not found
+    elif machine.platform != "cuda":
         assert found >= SHARED
         assert (report.METADATA_KERNELS in found) == (machine.platform == "cpu")
     elif machine.capability[0] == 10:
@@ -329,7 +346,7 @@ def test_of_v41_nothing_is_taken_for_speed(monkeypatch: pytest.MonkeyPatch) -> N
     for chosen, wanted in (("auto", set()), ("engram,mhc", {"engram", "mhc"}), ("force", SHARED)):
         found = {part.name for part in report.v41_plan(cuda(9), chosen) if part.replaced}
         assert found == wanted
-    for machine, why in ((cuda(10), "no adapter for vLLM's rows"), (Machine("rocm"), "ROCM")):
+    for machine, why in ((cuda(10), "no adapter for vLLM's rows"), (GFX942, "gfx942")):
         parts = report.v41_plan(machine, "force")
         assert all(not part.replaced and why in part.why for part in parts)
 

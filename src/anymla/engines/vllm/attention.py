@@ -23,7 +23,8 @@ from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
 from anymla.ops.step_indices import compute_global_topk_indices_and_lens
 from anymla.ops.streams import scratch, scratch_scope
 
-_MODULE, _, _CLASS = PLATFORMS[report.this_machine().platform].base.partition(":")
+_PLATFORM = report.this_machine().platform
+_MODULE, _, _CLASS = PLATFORMS[_PLATFORM].base.partition(":")
 _Base: Any = getattr(importlib.import_module(_MODULE), _CLASS)
 
 
@@ -184,6 +185,11 @@ class AnymlaAttention(AttentionAdapter, _Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.wo_a.quant_method.process_weights_after_loading = self._keep_wo_a
+        if _PLATFORM == "rocm":
+            # As in vLLM's own layer there: HIP may hang where streams wait outside of a graph.
+            self.aux_stream_list = None
+            if self.indexer is not None:
+                self.indexer.aux_stream = None
         sizes = self.max_model_len, self.max_num_batched_tokens, self.window_size
         rows = workspace_rows(*sizes, self.compress_ratio, self.PREFILL_CHUNK_SIZE)
         self.scratch_bytes = rows * self.head_dim * torch.bfloat16.itemsize

@@ -26,7 +26,7 @@ from anymla.engines.vllm.parts import with_parts
 from anymla.engines.vllm.pinned import (
     ATTENTION_MODULE,
     CUDA_MODELS,
-    DSPARK_MODULE,
+    DSPARK_MODULES,
     METADATA_KERNELS,
     PLATFORMS,
     WARM_UP_MODULE,
@@ -50,8 +50,8 @@ def exchange() -> None:
         for module in CUDA_MODELS if _MACHINE.platform == "cuda" else ():
             found = vars(importlib.import_module(module))
             found.update((n, f) for n, f in hyper_connection.FUNCTIONS.items() if n in found)
-    if report.DRAFT_MODEL in _REPLACED and _MACHINE.platform == "cuda":
-        drafter: Any = importlib.import_module(DSPARK_MODULE)
+    if report.DRAFT_MODEL in _REPLACED and _MACHINE.platform in DSPARK_MODULES:
+        drafter: Any = importlib.import_module(DSPARK_MODULES[_MACHINE.platform])
         drafter._insert_context_kv = drafts.inserting(drafter._insert_context_kv)
     if report.METADATA_KERNELS in _REPLACED:
         register_kernels({name: vars(cpu_kernels)[ours] for name, ours in METADATA_KERNELS.items()})
@@ -79,9 +79,16 @@ def _anymla_layers(vllm_config: Any) -> Iterator[None]:
     if report.INDEXER in replaced:
         attention.SparseAttnIndexer = AnymlaSparseAttnIndexer  # vLLM 0.32 asks no layer for it
     kernels.enable_jit_warmup = warmup and report.ATTENTION not in replaced
+    # vLLM's kernel of a whole layer on gfx950 would run past the replaced parts.
+    whole = getattr(kernels, "monokernel", False)
+    if whole and replaced & {report.ATTENTION, report.MHC}:
+        _LOG.warning_once("anymla: without vLLM's monokernel, which no replaced part is in")
+        kernels.monokernel = False
     try:
         yield
     finally:
+        if whole:
+            kernels.monokernel = whole
         setattr(model, platform.name, theirs)
         attention.SparseAttnIndexer = scores
         kernels.enable_jit_warmup = warmup

@@ -33,6 +33,7 @@ class Platform:
 
 _V4 = "vllm.models.deepseek_v4"
 _CPU, _XPU = "DeepseekV4CPUAttention", "DeepseekV4XPUAttention"
+_ROCM = "DeepseekV4ROCMAiterMLAAttention"
 PLATFORMS = {
     "cpu": Platform(f"{_V4}.cpu.model", _CPU, f"{_V4}.cpu.cpu_sparse:{_CPU}", drafts=False),
     "xpu": Platform(f"{_V4}.xpu.model", _XPU, f"{_V4}.xpu.xpu_sparse:{_XPU}", drafts=True),
@@ -42,6 +43,10 @@ PLATFORMS = {
         f"{_V4}.attention:DeepseekV4Attention",
         drafts=True,
     ),
+    # Not vLLM's class for ROCm: AITER's kernels, on which it relies, lay weights out anew.
+    "rocm": Platform(
+        f"{_V4}.amd.model", _ROCM, f"{_V4}.attention:DeepseekV4Attention", drafts=True
+    ),
 }
 
 ATTENTION_MODULE = f"{_V4}.attention"
@@ -50,8 +55,9 @@ V41_MODEL = "vllm.models.deepseek_v41.nvidia.model"
 WARM_UP_MODULE = "vllm.model_executor.warmup.jit_warmup"  # used if vLLM has it
 
 # vLLM's CUDA models bypass its CustomOps and call the functions in ``hyper_connection.FUNCTIONS``.
-DSPARK_MODULE = f"{_V4}.nvidia.dspark"
-CUDA_MODELS = (f"{_V4}.nvidia.model", f"{_V4}.nvidia.mtp", DSPARK_MODULE)
+# DSpark's drafters, by platform: they store rows of windows past the attention layer.
+DSPARK_MODULES = {"cuda": f"{_V4}.nvidia.dspark", "rocm": f"{_V4}.amd.dspark"}
+CUDA_MODELS = (f"{_V4}.nvidia.model", f"{_V4}.nvidia.mtp", DSPARK_MODULES["cuda"])
 
 # Kernels that build DeepSeek-V4's metadata, and their replacements in ``cpu_kernels``.
 _MLA = "vllm.v1.attention.backends.mla"
@@ -435,7 +441,19 @@ STAND_INS = (
     ),
 )
 _KERNELS = "vllm.model_executor.kernels.mhc.tilelang"
-# Further seams of a part on one platform.
+_ROCM_PLATFORM = "vllm.platforms.rocm"
+_RUNNER2_SEAMS = (
+    seam(f"{_RUNNER2}:GPUModelRunner.execute_model", "scheduler_output"),
+    seam(f"{_RUNNER2}:GPUModelRunner.prepare_attn", "input_batch"),
+    seam(f"{_RUNNER2}:GPUModelRunner", attributes="execute_model_state speculator"),
+    seam(f"{_RUNNER2}:ExecuteModelState", attributes="attn_metadata"),
+    seam(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        attributes="req_ids num_reqs num_tokens query_start_loc_np num_computed_tokens_np "
+        "positions",
+    ),
+)
+# Further seams of a part on one platform; "" for all of them.
 _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
     ("cpu", "attention"): (
         seam(f"{_V4}.cpu.cpu_sparse:{_CPU}._wrap_wo_a_process_weights_after_loading"),
@@ -444,7 +462,7 @@ _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
         *STAND_INS,
     ),
     ("cuda", "attention"): (
-        seam(f"{DSPARK_MODULE}:_insert_context_kv", "attn kv positions slot_mapping"),
+        seam(f"{DSPARK_MODULES['cuda']}:_insert_context_kv", "attn kv positions slot_mapping"),
     ),
     ("cuda", "mhc"): (
         *(seam(f"{CUDA_MODELS[0]}:mhc_{name}_tilelang") for name in ("pre", "pre_broadcast")),
@@ -456,28 +474,38 @@ _ON_PLATFORM: dict[tuple[str, str], tuple[Seam, ...]] = {
         seam(f"{_KERNELS}:mhc_post_tilelang", _GATES),
         seam(f"{_KERNELS}:mhc_fused_post_pre_tilelang", _GATES),
     ),
-    ("cuda", "audit"): (
-        seam(f"{_RUNNER2}:GPUModelRunner.execute_model", "scheduler_output"),
-        seam(f"{_RUNNER2}:GPUModelRunner.prepare_attn", "input_batch"),
-        seam(f"{_RUNNER2}:GPUModelRunner", attributes="execute_model_state speculator"),
-        seam(f"{_RUNNER2}:ExecuteModelState", attributes="attn_metadata"),
-        seam(
-            "vllm.v1.worker.gpu.input_batch:InputBatch",
-            attributes="req_ids num_reqs num_tokens query_start_loc_np num_computed_tokens_np "
-            "positions",
-        ),
+    ("cuda", "audit"): _RUNNER2_SEAMS,
+    ("rocm", ""): (seam(f"{_ROCM_PLATFORM}:_GCN_ARCH"),),
+    ("rocm", "attention"): (
+        seam(_LAYER, attributes="aux_stream_list"),
+        seam(_INDEXER, attributes="aux_stream"),
+        seam(f"{DSPARK_MODULES['rocm']}:_insert_context_kv", "attn kv positions slot_mapping"),
+    ),
+    ("rocm", "audit"): (
+        *_RUNNER2_SEAMS,
+        seam(f"{_ROCM_PLATFORM}:RocmPlatform.is_fp8_fnuz"),
+        seam(f"{_V4}.amd.rocm:{_ROCM}", attributes="_wo_a_fp8_weight"),
+        seam(f"{_V4}.amd.rocm:rocm_inverse_rope_rows_"),
     ),
 }
 
 
 def seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
     """Return the seams that replacing these parts, or "audit", needs on a platform."""
-    here, found = PLATFORMS[platform], list(_SEAMS[""])
-    found.append(seam(f"{here.module}:{here.name}"))
-    found.append(seam(here.base))
-    for part in parts:
-        found += _SEAMS.get(part, ()) + _ON_PLATFORM.get((platform, part), ())
+    here = PLATFORMS[platform]
+    found = [seam(f"{here.module}:{here.name}"), seam(here.base)]
+    for part in ("", *parts):
+        needed = _SEAMS.get(part, ())
+        if platform == "rocm" and part not in ("experts", "linears"):  # which are on sm_90 alone
+            needed = tuple(_moved(each, here.module) for each in needed)
+        found += needed + _ON_PLATFORM.get((platform, part), ())
     return list(dict.fromkeys(found))
+
+
+def _moved(one: Seam, module: str) -> Seam:
+    """Return a seam of CUDA's model as one of another, whose classes have the same names."""
+    name, _, place = one.place.partition(":")
+    return dataclasses.replace(one, place=f"{module}:{place}") if name == _MODEL else one
 
 
 def installed_version() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import os
 from typing import Any
@@ -52,16 +53,31 @@ FASTER_ON = {"0.33.0": (2,)}
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Machine of vLLM: platform name, CUDA capability (major, minor), FlashInfer's presence."""
+    """Machine of vLLM.
+
+    Attributes:
+        platform: name of the platform in vLLM.
+        capability: compute capability (major, minor) on CUDA, else None.
+        flashinfer: True if FlashInfer is installed.
+        architecture: name of an AMD GPU's architecture such as "gfx942", else "".
+    """
 
     platform: str
     capability: tuple[int, int] | None = None
     flashinfer: bool = False
+    architecture: str = ""
 
     @property
     def name(self) -> str:
-        """Name in the log: "CPU", "XPU", "sm_80"."""
-        return "sm_{}{}".format(*self.capability) if self.capability else self.platform.upper()
+        """Name in the log: "CPU", "XPU", "sm_80", "gfx942"."""
+        if self.capability:
+            return "sm_{}{}".format(*self.capability)
+        return self.architecture or self.platform.upper()
+
+    @property
+    def fnuz(self) -> bool:
+        """True if vLLM's FP8 codes are e4m3fnuz there and not OCP e4m3."""
+        return self.architecture.startswith("gfx94")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +145,14 @@ def this_machine() -> Machine:
         "rocm" if current_platform.is_rocm() else current_platform.device_name or "unknown",
         None if capability is None else (capability.major, capability.minor),
         importlib.util.find_spec("flashinfer") is not None,
+        _architecture() if current_platform.is_rocm() else "",
     )
+
+
+def _architecture() -> str:
+    """Return the name of the AMD GPU's architecture, which vLLM has looked up at its import."""
+    found = getattr(importlib.import_module("vllm.platforms.rocm"), "_GCN_ARCH", "")
+    return str(found).partition(":")[0]
 
 
 def refusal(version: str | None) -> str | None:
@@ -167,12 +190,11 @@ def plan(machine: Machine, chosen: str) -> list[Part]:
     without it. Parts that depend on a replaced part are replaced with it.
     """
     parts = {name: _decided(name, machine, chosen) for name in PARTS}
-    for pair in _together(machine):
-        names = [name for name in pair if parts[name].replaced]
-        for name in pair if len(names) == 1 else ():
-            if name not in names:
-                why = f"with the {names[0]}: vLLM 0.33 has another format of index keys here"
-                parts[name] = Part(name, True, why)
+    for name, others in _brings(machine).items():
+        for other in others if parts[name].replaced else ():
+            if not parts[other].replaced:
+                why = f"with the {name}: vLLM 0.33 has another format of index keys here"
+                parts[other] = Part(other, True, why)
     return [*parts.values(), *_companions(machine, parts[ATTENTION])]
 
 
@@ -210,6 +232,9 @@ def _lacking(name: str, machine: Machine) -> str | None:
         return "vLLM's own stops without a Triton compiler for CPUs" if stops else None
     if machine.platform == "xpu":
         return "vLLM's own leaves the sink out of prefills" if name == ATTENTION else None
+    if machine.platform == "rocm":
+        wrong = name == INDEXER and machine.fnuz
+        return "vLLM's own reads index keys, stored as OCP e4m3, as e4m3fnuz" if wrong else None
     capability = machine.capability or (0, 0)
     if name == COMPRESSOR:
         runs = capability >= _CONVERTS_TO_FP8
@@ -221,14 +246,17 @@ def _lacking(name: str, machine: Machine) -> str | None:
     return None if runs else f"vLLM's own needs {library}, which does not run on {machine.name}"
 
 
-def _together(machine: Machine) -> list[tuple[str, str]]:
-    """Return pairs of parts that must be replaced together.
+def _brings(machine: Machine) -> dict[str, tuple[str, ...]]:
+    """Return the parts that must be replaced with a part, by its name.
 
     The compressor writes the index keys that the indexer reads. From 0.33 on, vLLM stores their
-    scales on sm_100 as four equal exponent bytes, elsewhere, like anymla, as a float32.
+    scales on sm_100 as four equal exponent bytes, elsewhere, like anymla, as a float32. With AITER
+    on gfx950 keys are MXFP4 in pages of AITER's, of which only vLLM's attention there knows.
     """
-    major = machine.capability[0] if machine.capability else 0
-    return [(INDEXER, COMPRESSOR)] if major == 10 else []
+    pair = {INDEXER: (COMPRESSOR,), COMPRESSOR: (INDEXER,)}
+    if machine.architecture == "gfx950":
+        return {ATTENTION: (INDEXER, COMPRESSOR)} | pair
+    return pair if machine.capability and machine.capability[0] == 10 else {}
 
 
 def _companions(machine: Machine, attention: Part) -> list[Part]:
@@ -299,7 +327,7 @@ def _v41_part(name: str, machine: Machine, chosen: str) -> Part:
     """Decide one part of DeepSeek-V4.1 by itself."""
     if chosen == "off":
         return Part(name, False, f"{VARIABLE}=off")
-    if machine.platform not in PLATFORMS:
+    if machine.platform not in PLATFORMS or machine.platform == "rocm":
         return Part(name, False, f"the plugin has no adapter for {machine.name}")
     capability = machine.capability or (0, 0)
     if capability[0] == 10:
