@@ -1,6 +1,5 @@
 """Experts that are tensors of their own, at any distance from the first one."""
 
-import ctypes
 import itertools
 import re
 
@@ -9,8 +8,10 @@ import torch
 from sample_calls import operations, sample_call
 
 from anymla.ops.moe import inputs
+from anymla.testing.conformance.registry import load_cases
+from anymla.testing.conformance.runner import FAILED, PASSED, Subject, run_case
+from anymla.testing.far_memory import GIB, large_memory, tensor_at
 
-GIB = 1 << 30
 # Of the three experts, where each lies. Triton's buffer loads reach 2 GiB behind a tensor.
 PLACES = {
     "one after the other": (0, 1 << 16, 2 << 16),
@@ -25,18 +26,13 @@ PLACES = {
 @pytest.fixture(scope="module")
 def memory():
     """Six GiB of addresses; what nobody touches takes no memory."""
-    return torch.empty(6 * GIB, dtype=torch.uint8)
+    return large_memory(6 * GIB, torch.device("cpu"))
 
 
 def placed(memory, tensors, places, number):
     """The tensors' values at places in the memory, each a storage of its own."""
-    made = []
-    for tensor, place in zip(tensors, places, strict=True):
-        bytes_ = ctypes.c_uint8 * tensor.nbytes
-        address = memory.data_ptr() + place + (number << 20)
-        there = torch.frombuffer(bytes_.from_address(address), dtype=tensor.dtype)
-        made.append(there.view(tensor.shape).copy_(tensor))
-    return made
+    start = number << 20
+    return [tensor_at(memory, at + start, t) for t, at in zip(tensors, places, strict=True)]
 
 
 def results(memory, places):
@@ -70,6 +66,14 @@ def test_a_kernel_that_takes_the_first_for_near_reads_zeros(device, memory, name
         assert re.search("outside of every tensor|PassManager", said)
     else:
         assert float((got - want).abs().max()) > 0.01 * float(want.abs().max())
+
+
+def test_the_conformance_case_finds_the_fault(device, monkeypatch):
+    """As ``anymla conformance --case M12`` does on an AMD GPU."""
+    case, subject = load_cases()["M12"], Subject("triton")
+    assert run_case(case, subject).status == PASSED
+    monkeypatch.setattr(inputs, "far_reaching", lambda tensor: tensor)
+    assert run_case(case, subject).status == FAILED
 
 
 def test_the_places_differ():

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from healthy import case_of
+from healthy import case_of, table
 from torch import Tensor
 
 from anymla.audit import CHECKS, Case, judge, load_case, save_case
 from anymla.audit.case import CaseError
 from anymla.audit.replay import recompute, replay
+from anymla.formats.e4m3 import decode_e4m3fnuz
+from anymla.formats.interchange import fnuz_codes
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 
@@ -324,6 +326,61 @@ def test_entries_that_were_not_chosen_are_not_attended_to() -> None:
     case.tensors["chosen"] = chosen
     assert judge(case).ok
     assert judge(recompute(case, "torch")).ok
+
+
+def test_attention_that_is_rotated_back_is_judged_so() -> None:
+    case = case_of("attention")
+    case.tensors["cos_sin"] = table()[1:2]
+    assert not judge(case).ok
+    rotated = recompute(case, "torch")
+    assert judge(rotated).ok
+    del rotated.tensors["cos_sin"]
+    assert not judge(rotated).ok
+
+
+def test_a_rotated_head_without_the_sink_is_seen() -> None:
+    case = case_of("attention")
+    sink = case.tensors["sink"].clone()
+    case.tensors |= {"cos_sin": table()[1:2], "sink": torch.full_like(sink, -torch.inf)}
+    case = recompute(case, "torch")
+    assert judge(case).ok
+    case.tensors["sink"] = sink
+    assert not judge(case).ok
+
+
+def test_an_index_query_in_fnuz_codes_is_read_as_such() -> None:
+    """The same code means half in e4m3fnuz, and the scale in the weight is twice as large."""
+    case = case_of("index_query")
+    case.tensors["codes"] = fnuz_codes(case.tensors["codes"].view(torch.uint8))
+    case.tensors["weights_out"] = case.tensors["weights_out"] * 2
+    assert not judge(case).ok
+    case.numbers["fnuz"] = 1
+    assert judge(case).ok
+    assert judge(recompute(case, "torch")).ok
+    case.tensors["codes"][0, 0, 0] = 0x80
+    assert not judge(case).ok
+
+
+def test_a_query_in_fnuz_codes_selects_the_same() -> None:
+    case = case_of("selection")
+    case.tensors["q"] = (case.tensors["q"] / 2).to(torch.float8_e4m3fnuz)
+    assert judge(case).ok
+    assert judge(recompute(case, "torch")).ok
+
+
+def test_keys_that_a_reader_of_fnuz_loses_are_missed() -> None:
+    """OCP's negative zero is NaN in e4m3fnuz, so that a key with one scores nothing."""
+    case = case_of("selection")
+    best = int(case.tensors["chosen"][0])
+    case.tensors["data"][best, 5] = 0x80
+    assert judge(recompute(case, "torch")).ok
+    keys = decode_e4m3fnuz(case.tensors["data"]) * case.tensors["scales"].view(torch.float32)
+    assert bool(keys[best].isnan().any())
+    scores = case.tensors["weights"] @ (case.tensors["q"] @ keys.T).relu()
+    order = scores.nan_to_num(nan=-torch.inf).sort(descending=True, stable=True).indices
+    case.tensors["chosen"] = order[: len(case.tensors["chosen"])].int()
+    assert best not in case.tensors["chosen"]
+    assert not judge(case).ok
 
 
 def test_every_method_has_a_fault() -> None:

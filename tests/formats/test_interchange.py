@@ -12,6 +12,7 @@ from anymla.formats.interchange import (
     INDEX_FP8_FNUZ,
     MAIN_FP8_FNUZ,
     MAIN_FP8_ROWS,
+    FnuzMainLayout,
     dump_layout,
 )
 from anymla.formats.page_layout import (
@@ -62,6 +63,19 @@ def test_golden_bytes_of_an_entry() -> None:
     assert scales[0, 7] == 0
     codes, scale = dump_layout(INDEX_FP8_FNUZ).encode(torch.full((1, 128), 448.0))
     assert (codes[0, 0].item(), scale.view(torch.float32).item()) == (0x7E, 2.0)
+
+
+def test_rows_of_fnuz_codes_are_main_rows_of_the_same_values() -> None:
+    rows = torch.randn(5, 512) * torch.logspace(-6, 3, 5).unsqueeze(1)
+    layout = dump_layout(MAIN_FP8_FNUZ)
+    assert isinstance(layout, FnuzMainLayout)
+    data, scales = layout.encode(rows)
+    data[4, 7], data[4, 8] = 0x80, 0x7F  # NaN, and 240, which no block of vLLM's holds
+    got = dump_layout(MAIN_FP8).decode(*layout.to_base(data, scales), torch.float64)
+    want = layout.decode(data, scales, torch.float64)
+    assert bool(got[4, 7:9].isnan().all())
+    got[4, 7:9] = want[4, 7:9] = 0
+    assert torch.equal(got, want)
 
 
 def test_pages_of_whole_entries() -> None:

@@ -18,6 +18,7 @@ from anymla.testing.oracle.row_formats import ROW_FORMATS
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _E4M3 = (torch.float8_e4m3fn,)
+_EITHER_E4M3 = (*_E4M3, torch.float8_e4m3fnuz)
 _BYTES = (torch.uint8, torch.int8)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, *_BYTES)
 _SCALES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
@@ -202,7 +203,8 @@ def _index_query(form: _Form) -> None:
     tokens, heads, _ = form.tensor("q", _FLOATS, None, None, width)
     form.tensor("weights", _FLOATS, tokens, heads)
     form.tensor("weights_out", _FLOATS, tokens, heads)
-    form.tensor("codes", _BYTES + _E4M3, tokens, heads, width)
+    form.tensor("codes", _BYTES + _EITHER_E4M3, tokens, heads, width)
+    form.integer("fnuz", 0, 1, 0)
     form.table(tokens, width)
     form.number("softmax_scale", 0.0, 1e6)
     form.number("head_scale", 0.0, 1e6)
@@ -211,7 +213,7 @@ def _index_query(form: _Form) -> None:
 def _selection(form: _Form) -> None:
     layout = form.layout(INDEX_FP8)
     width = ROW_FORMATS[layout].channels
-    heads, _ = form.tensor("q", (*_FLOATS, *_E4M3), None, width)
+    heads, _ = form.tensor("q", (*_FLOATS, *_EITHER_E4M3), None, width)
     form.tensor("weights", _FLOATS, heads)
     form.tensor("chosen", _INTEGERS, None)
     entries = form.rows("", layout, None)
@@ -237,6 +239,8 @@ def _attention(form: _Form) -> None:
     heads, _ = form.tensor("q", _FLOATS, None, width)
     form.tensor("out", _FLOATS, heads, width)
     form.tensor("sink", _FLOATS, heads)
+    if form.has("cos_sin"):
+        form.table(1, width)
     rows = form.rows("window_", MAIN_FP8, None)
     if form.has("entries_scales") or form.has("entries_data"):
         entries = form.rows("entries_", MAIN_FP8, None)

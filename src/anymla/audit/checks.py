@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anymla.audit.case import Case
 from anymla.formats.fp8_block import dequantize_fp8_weight
+from anymla.formats.interchange import ocp_codes
 from anymla.formats.mxfp4 import dequantize_mxfp4
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8
 from anymla.testing.oracle.row_formats import ROW_FORMATS
@@ -215,19 +216,24 @@ def _compressed_row(case: Case) -> Finding:
 
 
 def _index_query(case: Case) -> Finding:
-    """RoPE and one FP8 scale a head, which is folded into the weight."""
+    """RoPE and one FP8 scale a head, which is folded into the weight.
+
+    Codes are e4m3fnuz if the case's number ``fnuz`` is 1.
+    """
     q, weights = case.tensors["q"].double(), case.tensors["weights"].double()
     exact, size = _rope(q, case.tensors["cos_sin"])
     factor = case.number("softmax_scale") * case.number("head_scale")
-    codes, got = case.tensors["codes"], case.tensors["weights_out"].double()
+    codes, got = case.tensors["codes"].view(torch.uint8), case.tensors["weights_out"].double()
+    fnuz = bool(case.numbers.get("fnuz", 0))
     scale = got / (weights * factor)
     # A power of two; the weight's own rounding is far smaller than the step to the next power.
     scale = torch.exp2(torch.log2(scale.abs()).round()).nan_to_num(nan=1.0, posinf=1.0)
     heads = exact.flatten(0, 1).cpu()
     slack = (_unit(torch.bfloat16) / 2 * size).flatten(0, 1).cpu()
     row_format = ROW_FORMATS[INDEX_FP8]
-    data = codes.view(torch.uint8).flatten(0, 1).cpu()
-    planes = scale.float().flatten().unsqueeze(1).cpu().contiguous().view(torch.uint8)
+    data = (ocp_codes(codes) if fnuz else codes).flatten(0, 1).cpu()
+    held = scale / 2 if fnuz else scale  # of OCP codes, which mean twice as much
+    planes = held.float().flatten().unsqueeze(1).cpu().contiguous().view(torch.uint8)
     silent = (weights == 0).flatten().cpu()
     explained = row_format.explains(data, planes, heads - slack, heads + slack)
     explained |= silent.unsqueeze(1)
@@ -302,7 +308,8 @@ def _attention(case: Case) -> Finding:
     one). Probabilities are rounded to bf16 before the second product, and so is the result. A
     missing term of the sum (the sink, a row) scales all channels of a head by one factor, while the
     channels' independent roundings nearly cancel in the estimate of such a factor; so that factor
-    is judged as well.
+    is judged as well. With a rotary table the result was rotated back, perhaps between two
+    roundings.
     """
     rows = [
         ROW_FORMATS[MAIN_FP8].decode(data.cpu(), scales.cpu())
@@ -318,18 +325,23 @@ def _attention(case: Case) -> Finding:
     total = weight.sum(-1, keepdim=True) + torch.exp(sink.unsqueeze(-1) - largest)
     share = weight / total
     want = share @ keys
-    got = case.tensors["out"].cpu()
+    got, unit = case.tensors["out"].cpu(), _unit(case.tensors["out"].dtype)
+    sizes_rounded = [want.abs()]
+    if (table := case.tensors.get("cos_sin")) is not None:
+        table = table.cpu()
+        got = _rope(got.double().unsqueeze(0), table)[0][0]
+        sizes_rounded.append(_rope(want.unsqueeze(0), table)[1][0])
     # exp(x (1 + e)) has a relative error of |x| e.
     relative = 2 * math.sqrt(q.shape[-1]) * _EPS32 * sizes + 4 * _EPS32 * (scores - largest).abs()
     error = (share * (relative + _unit(torch.bfloat16) / 2)) @ keys.abs()
     error += (share * relative).sum(-1, keepdim=True) * want.abs()
-    allowed = error + _unit(got.dtype) * want.abs()
+    allowed = error + unit / len(sizes_rounded) * sum(sizes_rounded)
     size = want.square().sum(-1)
     factor = (got.double() * want).sum(-1) / size
     # Rounding errors are uniform in half a unit either way.
-    half = [_unit(dtype) / 2 / math.sqrt(3) for dtype in (torch.bfloat16, got.dtype)]
+    half = [each / 2 / math.sqrt(3) for each in (_unit(torch.bfloat16), unit)]
     along = (share * (want @ keys.T)).square().sum(-1) * half[0] ** 2
-    spread = along + want.pow(4).sum(-1) * half[1] ** 2
+    spread = along + sum((want * each).square().sum(-1) for each in sizes_rounded) * half[1] ** 2
     exact = (share * relative).sum(-1) + (share * relative * (want @ keys.T).abs()).sum(-1) / size
     may = _DEVIATIONS * spread.sqrt() / size + exact
     pairs = {"out": (got, want, allowed), "factor of": (factor, torch.ones_like(factor), may)}

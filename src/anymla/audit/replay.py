@@ -12,6 +12,7 @@ from torch import Tensor
 from anymla.audit.case import Case
 from anymla.audit.case_forms import check_form
 from anymla.audit.checks import Finding, attended, dense_weight, judge
+from anymla.formats.interchange import fnuz_codes
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
 from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.compressor import compress_norm_rope_insert, save_partial_states
@@ -19,7 +20,7 @@ from anymla.ops.hyper_connection import hc_head, hc_post, hc_pre
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
 from anymla.ops.linear import fp8_block_linear, grouped_output_projection, linear
 from anymla.ops.moe import experts, route_biased, route_hash
-from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert
+from anymla.ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_kv_insert, rope
 from anymla.ops.registry import BackendUnavailable
 
 BACKENDS = ("reference", "torch", "triton")
@@ -185,14 +186,20 @@ def _index_query(case: Case, backend: str) -> dict[str, Tensor]:
         head_scale=case.number("head_scale"),
         backend=backend,
     )
-    return {"codes": codes.view(torch.uint8), "weights_out": weights}
+    codes = codes.view(torch.uint8)
+    if case.numbers.get("fnuz"):
+        return {"codes": fnuz_codes(codes), "weights_out": weights * 2}
+    return {"codes": codes, "weights_out": weights}
 
 
 def _selection(case: Case, backend: str) -> dict[str, Tensor]:
     cache = _page(INDEX_FP8, case.tensors["data"], case.tensors["scales"])
     count, device = len(case.tensors["data"]), cache.device
+    q = case.tensors["q"]
+    if q.dtype == torch.float8_e4m3fnuz:  # twice the value, which changes no choice
+        q = q.float() * 2
     chosen = select_topk(
-        case.tensors["q"].unsqueeze(0).to(torch.float8_e4m3fn),
+        q.unsqueeze(0).to(torch.float8_e4m3fn),
         cache,
         case.tensors["weights"].unsqueeze(0),
         torch.tensor([count], dtype=torch.int32, device=device),
@@ -217,6 +224,9 @@ def _attention(case: Case, backend: str) -> dict[str, Tensor]:
         scale=float(case.numbers["scale"]),
         backend=backend,
     )
+    if (table := case.tensors.get("cos_sin")) is not None:
+        first = torch.zeros(1, dtype=torch.int64, device=out.device)
+        out = rope(out, first, table.float(), inverse=True, backend=backend)
     return {"out": out[0]}
 
 

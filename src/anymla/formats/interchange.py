@@ -34,9 +34,20 @@ class FnuzMainLayout(PageLayout):
         """Code rows [n, channels]."""
         data, scales = self.base.encode(rows)
         data = data.clone()
-        data[:, : self.base.nope] = _to_fnuz(data[:, : self.base.nope])
+        data[:, : self.base.nope] = fnuz_codes(data[:, : self.base.nope])
         blocks = self.base.nope // self.base.block
         scales[:, :blocks] = (scales[:, :blocks].int() + 1).clamp(max=254).to(torch.uint8)
+        return data, scales
+
+    def to_base(self, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert values [.., data_bytes] and scales [.., scale_bytes] to the main record's bytes.
+
+        The values are kept; a code of 240, which no main record can hold, becomes NaN.
+        """
+        nope, blocks = self.base.nope, self.base.nope // self.base.block
+        data, scales = data.clone(), scales.clone()
+        data[..., :nope] = ocp_codes(data[..., :nope])
+        scales[..., :blocks] = scales[..., :blocks].clamp(min=1) - 1
         return data, scales
 
     def decode(self, data: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -59,7 +70,7 @@ class FnuzIndexLayout(PageLayout):
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Code rows [n, channels]."""
         codes, scales = self.base.encode(rows)
-        return _to_fnuz(codes), (scales.view(torch.float32) * 2).view(torch.uint8)
+        return fnuz_codes(codes), (scales.view(torch.float32) * 2).view(torch.uint8)
 
     def decode(self, data: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Decode values and scales to [n, channels]."""
@@ -68,7 +79,13 @@ class FnuzIndexLayout(PageLayout):
         return (decode_e4m3fnuz(data, torch.float64) * scale).to(dtype)
 
 
-def _to_fnuz(codes: Tensor) -> Tensor:
+def ocp_codes(codes: Tensor) -> Tensor:
+    """Return uint8 codes of e4m3fnuz as OCP e4m3 codes of twice the value."""
+    return torch.where(codes == _FNUZ_NAN, 0x7F, codes)
+
+
+def fnuz_codes(codes: Tensor) -> Tensor:
+    """Return uint8 codes of OCP e4m3 as e4m3fnuz codes of half the value."""
     nan = (codes & 0x7F) == 0x7F
     return torch.where(nan, _FNUZ_NAN, torch.where(codes == _NEGATIVE_ZERO, 0, codes)).to(
         torch.uint8

@@ -140,10 +140,32 @@ IMAGES = "force with images"
 
 
 class NoExperts(nn.Module):
-    shared_experts = None
+    shared_experts = experts = None
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
+        self.gate = nn.Identity()
+
+
+def audited(built: nn.Module) -> dict[str, Any]:
+    """The methods that an audit of the model would record, counted by "class.method"; and how many
+    attention layers it takes for such as store e4m3fnuz codes, or rotate heads back."""
+    from anymla.audit.auditor import Auditor
+    from anymla.audit.settings import Settings
+    from anymla.engines.vllm.audit import attention
+    from anymla.engines.vllm.audit.hooks import Hooks
+    from anymla.engines.vllm.audit.method import LOG
+
+    hooks = Hooks(built, Auditor(Settings.of(""), LOG, {}, []))
+    watched = [w for methods in hooks._methods.values() for m in methods for w in m.watched()]
+    layers = [m for m in built.modules() if hasattr(m, "swa_cache_layer")]
+    return {
+        "audited": collections.Counter(
+            f"{type(each).__name__}.{name}" for each, name, _ in watched
+        ),
+        "fnuz rows": sum(map(attention._holds_fnuz, layers)),
+        "rotated back": sum(map(attention._rotates_back, layers)),
+    }
 
 
 def build(checkpoint: str, platform: Any) -> dict[str, Any]:
@@ -200,6 +222,8 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
             found[chosen]["laid out anew"] = sum(
                 hasattr(m, "prepare_attn_preshuffle") for m in attentions
             )
+            if report.this_machine().platform == "rocm":
+                found[chosen] |= audited(built)
     return found
 
 

@@ -48,6 +48,14 @@ BRINGS = {
     "indexer": {"compressor"},
     "compressor": {"indexer"},
 }
+RECORDED = (
+    "_run_parallel_input_projections",
+    "_split_qkv_and_norm",
+    "_fused_qnorm_rope_kv_insert",
+    "forward_mqa",
+    "_o_proj",
+)
+COMPRESSORS = {"AnymlaCompressor", "DeepseekCompressor", "DeepseekV4RocmMxfp4Compressor"}
 HYPER_CONNECTIONS = {"MHCPreOp": 4, "MHCPostOp": 4, "MHCFusedPostPreOp": 4, "HCHeadOp": 1}
 
 
@@ -103,7 +111,7 @@ def assert_built(found: dict[str, Any], device: str) -> None:
     theirs, brings = dict(THEIRS), {}
     if device.startswith("gfx"):
         theirs["attention"] = {"DeepseekV4ROCMAiterMLAAttention": 4}
-        assert_layers_suit_rocm(found)
+        assert_layers_suit_rocm(found, device)
     if aiter:
         theirs["indexer"] = {
             "DeepseekV4RocmMxfp4Indexer": 2,
@@ -117,15 +125,23 @@ def assert_built(found: dict[str, Any], device: str) -> None:
     assert_each_part_is_anymlas_where_asked(found, set(), lacking, theirs, brings)
 
 
-def assert_layers_suit_rocm(found: dict[str, Any]) -> None:
+def assert_layers_suit_rocm(found: dict[str, Any], device: str) -> None:
     """Anymla's attention uses no second stream, and weights are not laid out for AITER's kernels.
 
-    Hyper-connections are vLLM's layers there, which are replaced by their names.
+    Hyper-connections are vLLM's layers there, which are replaced by their names. An audit records
+    the same methods of either attention, and knows the codes that each stores and which of them
+    rotates its result back.
     """
     for built in found.values():
         theirs = built["classes"].get("DeepseekV4ROCMAiterMLAAttention", 0)
-        assert built["laid out anew"] == theirs
+        assert built["laid out anew"] == built["rotated back"] == theirs
         assert built["streams"] == (3 if theirs else 0)
+        assert built["fnuz rows"] == (theirs if device == "gfx942" else 0)
+        attention = "DeepseekV4ROCMAiterMLAAttention" if theirs else "AnymlaAttention"
+        for method in RECORDED:
+            assert built["audited"][f"{attention}.{method}"] == 4
+        compressors = COMPRESSORS & built["classes"].keys()
+        assert sum(built["audited"][f"{name}.forward"] for name in compressors) == 5
     for name, count in HYPER_CONNECTIONS.items():
         assert found["force"]["classes"].get(f"Anymla{name}") == count
         assert found["auto"]["classes"].get(name) == count

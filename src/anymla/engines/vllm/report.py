@@ -253,7 +253,7 @@ def _brings(machine: Machine) -> dict[str, tuple[str, ...]]:
     scales on sm_100 as four equal exponent bytes, elsewhere, like anymla, as a float32. With AITER
     on gfx950 keys are MXFP4 in pages of AITER's, of which only vLLM's attention there knows.
     """
-    pair = {INDEXER: (COMPRESSOR,), COMPRESSOR: (INDEXER,)}
+    pair: dict[str, tuple[str, ...]] = {INDEXER: (COMPRESSOR,), COMPRESSOR: (INDEXER,)}
     if machine.architecture == "gfx950":
         return {ATTENTION: (INDEXER, COMPRESSOR)} | pair
     return pair if machine.capability and machine.capability[0] == 10 else {}

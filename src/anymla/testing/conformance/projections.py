@@ -1,4 +1,4 @@
-"""Cases M7 .. M11: linear layers, experts, their router and the greedy choice."""
+"""Cases M7 .. M12: linear layers, experts, their router and the greedy choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from anymla.formats.fp8_block import quantize_fp8_weight
 from anymla.formats.mxfp4 import quantize_mxfp4
 from anymla.testing.conformance.expected import table, v4_config
 from anymla.testing.conformance.ops import Ops
-from anymla.testing.conformance.registry import case, expect
+from anymla.testing.conformance.registry import NotApplicable, case, expect
+from anymla.testing.far_memory import GIB, large_memory, tensor_at
 from anymla.testing.oracle import rounding
 from anymla.testing.oracle.rope import frequencies, rotate
 from anymla.testing.oracle.row_formats import RowFormat
@@ -123,16 +124,7 @@ def mxfp4_experts(ops: Ops) -> None:
         [quantize_mxfp4(torch.randn(shape) / shape[1] ** 0.5) for shape in shapes]
         for _ in range(count)
     ]
-    want = torch.zeros(tokens, _HIDDEN, dtype=torch.float64)
-    magnitude = torch.zeros_like(want)
-    for token, row in enumerate(ids.tolist()):
-        for place, expert in enumerate(row):
-            w1, w3, w2 = (_decoded(*each) for each in made[expert])
-            gate = (w1 @ x[token].double()).clamp(max=limit)
-            up = (w3 @ x[token].double()).clamp(-limit, limit)
-            product = gate * torch.sigmoid(gate) * up * float(share[token, place])
-            want[token] += w2 @ product
-            magnitude[token] += w2.abs() @ product.abs()
+    weights = [tuple(_decoded(*each) for each in expert) for expert in made]
     lists = [[each[which][part] for each in made] for part in (0, 1) for which in range(3)]
     got = ops.experts(
         x,
@@ -143,6 +135,28 @@ def mxfp4_experts(ops: Ops) -> None:
         swiglu_limit=limit,
         quantize_activations=False,
     )
+    _check_experts(got, x, ids, share, weights, limit)
+
+
+def _check_experts(
+    got: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    share: Tensor,
+    weights: list[tuple[Tensor, ...]],
+    limit: float,
+) -> None:
+    """Compare outputs with float64, given w1, w3 and w2 of each expert in float64."""
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    magnitude = torch.zeros_like(want)
+    for token, row in enumerate(ids.tolist()):
+        for place, expert in enumerate(row):
+            w1, w3, w2 = weights[expert]
+            gate = (w1 @ x[token].double()).clamp(max=limit)
+            up = (w3 @ x[token].double()).clamp(-limit, limit)
+            product = gate * torch.sigmoid(gate) * up * float(share[token, place])
+            want[token] += w2 @ product
+            magnitude[token] += w2.abs() @ product.abs()
     # Between the products values are bfloat16: independent errors of half a unit.
     atol = accumulation(_HIDDEN, torch.float32) + ulps(torch.bfloat16, 2) * 0.25
     assert_close(got, want, atol=atol, rtol=_BF16, scale=magnitude, name="outputs")
@@ -167,3 +181,54 @@ def greedy_choice(ops: Ops) -> None:
     # Exponentials are all positive; their sum's logarithm is some tens at most.
     atol = accumulation(vocabulary, torch.float32) + ulps(torch.float32, 2) * 40
     assert_close(log_sum, wide.logsumexp(1), atol=atol, name="log-sum")
+
+
+def _stored(weight: Tensor, weight_format: str) -> tuple[Tensor, ...]:
+    """Return a weight as stored: bfloat16, or MXFP4 with its scales."""
+    return (weight.bfloat16(),) if weight_format == "plain" else quantize_mxfp4(weight)
+
+
+def _wide(parts: tuple[Tensor, ...]) -> Tensor:
+    """Return a stored weight in float64."""
+    return parts[0].double() if len(parts) == 1 else _decoded(*parts)
+
+
+# Where each of four experts lies: far before the first one, far behind it, and beside it.
+_MIB = 1 << 20
+_PLACES = (5 * GIB // 2, 0, 5 * GIB, 5 * GIB // 2 + 16 * _MIB)
+
+
+@case(
+    "M12",
+    "experts in tensors of their own are found 2 GiB and more before the first one and behind it",
+    "experts",
+)
+def experts_far_apart(ops: Ops) -> None:
+    tokens, inner, limit = 3, 128, 1.0
+    device = ops.device or torch.device("cpu")
+    try:
+        memory = large_memory(max(_PLACES) + 8 * _MIB, device)
+    except (MemoryError, NotImplementedError) as reason:
+        raise NotApplicable(str(reason) or "too little memory for 5 GiB of addresses") from None
+    x, share = _normal(tokens, _HIDDEN), torch.rand(tokens, 2)
+    ids = torch.tensor([[0, 1], [2, 3], [1, 2]], dtype=torch.int32)
+    shapes = ((inner, _HIDDEN), (inner, _HIDDEN), (_HIDDEN, inner))
+    made = [[torch.randn(shape) / shape[1] ** 0.5 for shape in shapes] for _ in _PLACES]
+    for weight_format in ("plain", "mxfp4"):
+        stored = [[_stored(weight, weight_format) for weight in expert] for expert in made]
+        weights = [tuple(_wide(parts) for parts in expert) for expert in stored]
+        lists: list[list[Tensor]] = []
+        for part in range(len(stored[0][0])):
+            for which in range(3):
+                start = len(lists) * _MIB
+                placed = zip(_PLACES, stored, strict=True)
+                lists.append([tensor_at(memory, at + start, e[which][part]) for at, e in placed])
+        lists += [[] for _ in range(6 - len(lists))]
+        got = ops.experts(
+            *(each.to(device) for each in (x, ids, share)),
+            *lists,
+            weight_format=weight_format,
+            swiglu_limit=limit,
+            quantize_activations=False,
+        )
+        _check_experts(got.cpu(), x, ids, share, weights, limit)

@@ -8,11 +8,29 @@ import torch
 from torch import Tensor, nn
 
 from anymla.audit.packet import Held
+from anymla.engines.vllm import report
+from anymla.engines.vllm.attention import AttentionAdapter
 from anymla.engines.vllm.audit.caches import before, planes_at, slots_of
 from anymla.engines.vllm.audit.method import Look, Method
 from anymla.engines.vllm.audit.sample import Sample
 from anymla.engines.vllm.audit.weights import block_of_outputs, group_weight
 from anymla.formats.page_layout import MAIN_FP8
+
+
+def _holds_fnuz(layer: Any) -> bool:
+    """Return True if the rows of a layer's windows hold e4m3fnuz codes.
+
+    vLLM's own kernel writes the platform's codes there. Rows of entries are OCP's everywhere.
+    """
+    return report.this_machine().fnuz and not isinstance(layer, AttentionAdapter)
+
+
+def _rotates_back(layer: Any) -> bool:
+    """Return True if attention gives heads that are rotated back, as vLLM's own for ROCm does.
+
+    It leaves that to the projection where ``wo_a`` stays FP8.
+    """
+    return getattr(layer, "_wo_a_fp8_weight", layer) is None
 
 
 class QkvNorm(Method):
@@ -87,7 +105,8 @@ class Insert(_Windowed):
             own = {"listed": listed.select(0, place)}
             first = sample.position(token)
             self.plan_slots(sample, metadata, place, "the token's own row", first, own)
-        return sample.hold(**planes_at(window.kv_cache, slots, MAIN_FP8))
+        fnuz = _holds_fnuz(self.attention)
+        return sample.hold(**planes_at(window.kv_cache, slots, MAIN_FP8, fnuz=fnuz))
 
     def plan(self, sample: Sample, q: Held, kv: Held, out: Held) -> None:
         table = sample.rotary(self.attention)
@@ -117,7 +136,8 @@ class Attention(_Windowed):
         layer, wide = self.attention, self.attention.window_size
         window, cache = metadata[layer.swa_cache_layer.prefix], layer.swa_cache_layer.kv_cache
         slots = slots_of(window.block_table[sample.of], before(sample.at, wide), cache.shape[1])
-        rows = sample.hold(**planes_at(cache, slots, MAIN_FP8, "window_"))
+        fnuz = _holds_fnuz(layer)
+        rows = sample.hold(**planes_at(cache, slots, MAIN_FP8, "window_", fnuz=fnuz))
         counts = [sample.position(token) + 1 for token in sample.chosen]
         found = []
         for place, count in enumerate(counts):
@@ -152,9 +172,11 @@ class Attention(_Windowed):
         q, out = (each.narrow(1, first, count) for each in given)
         sink = sample.hold(sink=layer.attn_sink[first : first + count])
         numbers = {"scale": layer.scale, "first_head": first}
+        table = sample.rotary(layer) if _rotates_back(layer) else {}
         for place, token in enumerate(sample.chosen):
             rows = sample.gathered[self][place]
             tensors = {"q": q.select(0, place), "out": out.select(0, place), **sink, **rows}
+            tensors |= {name: each.narrow(0, place, 1) for name, each in table.items()}
             if layer.indexer is not None:
                 tensors["chosen"] = sample.sections[self.section]["chosen"].select(0, place)
             sample.plan("attention", self.section, tensors, [token], **numbers)
@@ -194,10 +216,16 @@ class Projection(Method):
             tensors = {
                 "o": o.narrow(1, group * heads, heads),
                 "out": z.narrow(1, group * rank + part.start, part.stop - part.start),
-                **sample.rotary(layer),
+                **(self._no_rotation(sample) if _rotates_back(layer) else sample.rotary(layer)),
                 **sample.hold(**weight),
             }
             sample.plan("projection", self.section, tensors, group=group)
+
+    def _no_rotation(self, sample: Sample) -> dict[str, Held]:
+        """Return a rotary table by which heads stay as they are."""
+        width = self.attention.rotary_emb.cos_sin_cache.shape[1] // 2
+        ones = torch.ones(len(sample.chosen), width, device=self.watch.device)
+        return sample.hold(cos_sin=torch.cat((ones, torch.zeros_like(ones)), 1))
 
 
 def _listed(window: Any, token: int) -> dict[str, Tensor] | None:

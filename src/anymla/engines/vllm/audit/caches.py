@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anymla.formats.interchange import MAIN_FP8_FNUZ, FnuzMainLayout, dump_layout
 from anymla.formats.page_layout import get_layout
 
 
@@ -30,9 +31,24 @@ def rows_at(slots: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
     return slots // cache.shape[1], slots % cache.shape[1]
 
 
-def planes_at(cache: Tensor, slots: Tensor, layout: str, prefix: str = "") -> dict[str, Tensor]:
-    """Return the bytes of rows, as ``data`` and ``scales`` with a prefix to their names."""
+def planes_at(
+    cache: Tensor, slots: Tensor, layout: str, prefix: str = "", *, fnuz: bool = False
+) -> dict[str, Tensor]:
+    """Return the bytes of rows, as ``data`` and ``scales`` with a prefix to their names.
+
+    Args:
+        cache: pages of a cache.
+        slots: slots of the rows.
+        layout: id of the rows' layout.
+        prefix: prefix to the names.
+        fnuz: True if main rows hold e4m3fnuz codes, which are returned as OCP's.
+    """
     data, scales = get_layout(layout).planes(cache)
     assert scales is not None
     page, offset = rows_at(slots, cache)
-    return {f"{prefix}data": data[page, offset], f"{prefix}scales": scales[page, offset]}
+    data, scales = data[page, offset], scales[page, offset]
+    if fnuz:
+        other = dump_layout(MAIN_FP8_FNUZ)
+        assert isinstance(other, FnuzMainLayout)
+        data, scales = other.to_base(data, scales)
+    return {f"{prefix}data": data, f"{prefix}scales": scales}

@@ -56,6 +56,7 @@ class IndexQuery(Method):
             **sample.rotary(self.attention),
         }
         numbers = {"softmax_scale": indexer.softmax_scale, "head_scale": shape[0] ** -0.5}
+        numbers["fnuz"] = int(codes.dtype == torch.float8_e4m3fnuz)
         sample.plan("index_query", indexer.prefix, tensors, **numbers)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from anymla.formats.fp8_block import FP8_BLOCK
 
@@ -21,7 +22,10 @@ def block_of_outputs(numbers: random.Random, outputs: int) -> slice:
 
 
 def is_readable(module: Any, inputs: int) -> bool:
-    """Return True if a linear layer's weight lies as in a checkpoint, not as some kernel wants."""
+    """Return True if a linear layer's weight lies as in a checkpoint, not as some kernel wants.
+
+    On ROCm, kernels lay FP8 weights out anew under the same shape.
+    """
     weight, scale = getattr(module, "weight", None), getattr(module, "weight_scale_inv", None)
     if weight is None or weight.ndim != 2 or weight.shape[1] != inputs:
         return False
@@ -29,6 +33,7 @@ def is_readable(module: Any, inputs: int) -> bool:
         return True
     blocks = -(-len(weight) // FP8_BLOCK), -(-inputs // FP8_BLOCK)
     known = scale is not None and scale.shape == blocks and scale.dtype != torch.int32
+    known = known and not current_platform.is_rocm()
     return weight.dtype == torch.float8_e4m3fn and known and inputs % FP8_BLOCK == 0
 
 
@@ -57,6 +62,8 @@ def group_weight(layer: Any, group: int, outputs: slice) -> dict[str, Tensor] | 
         return {"wo_a": weight}
     scale = getattr(layer.wo_a, "weight_scale_inv", None)
     if weight.dtype != torch.float8_e4m3fn or scale is None or scale.dtype == torch.int32:
+        return None
+    if current_platform.is_rocm():
         return None
     scale = scale.view(groups, -(-rank // FP8_BLOCK), -1)[group : group + 1, _blocks(outputs)]
     return {"wo_a": weight.view(torch.uint8), "wo_a_scale": scale}

@@ -42,6 +42,20 @@ def no_limit(*args: Any, swiglu_limit: float, **rest: Any) -> Tensor:
     return GOOD.experts(*args, swiglu_limit=100.0 * swiglu_limit, **rest)
 
 
+@fault("experts", "M12")
+def experts_2_gib_away_are_zeros(
+    x: Tensor, ids: Tensor, weights: Tensor, *lists: list[Tensor], **rest: Any
+) -> Tensor:
+    """Read as a kernel does that addresses the first tensor by 32 bits."""
+
+    def read(tensors: list[Tensor]) -> list[Tensor]:
+        first = [each.data_ptr() for each in tensors[:1]]
+        far = [abs(each.data_ptr() - first[0]) >= 1 << 31 for each in tensors]
+        return [torch.zeros_like(e) if away else e for e, away in zip(tensors, far, strict=True)]
+
+    return GOOD.experts(x, ids, weights, *map(read, lists), **rest)
+
+
 @fault("best_logits", "M11")
 def the_last_of_equals(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     value, token, log_sum = GOOD.best_logits(logits.flip(1))
