@@ -336,6 +336,36 @@ def test_saturation_is_what_mode_says():
     assert (execute("gfx950", [mode, convert], [bits(x)], 1)[0] & 255 == 0x7E).all()
 
 
+def test_products_of_bfloat16_on_rdna():
+    """Every pair of some values, and its neighbours below the least normal number."""
+    values = torch.tensor([0.0, 1.0, -1.5, 2.0**-126, 2.0**-127, -3e38, 0.3, torch.inf, torch.nan])
+    values = values.bfloat16()
+    a, b = (each.flatten() for each in torch.meshgrid(values, values, indexing="ij"))
+    for first in range(0, 64, 32):
+        one, other = (each[first : first + 32] for each in (a, b))
+        given = [each.view(torch.uint16).numpy().astype(np.uint32) for each in (one, other)]
+        line = "v_dot2_bf16_bf16 v20, v10, v11, 0"
+        got = execute("gfx1151", ["v_mov_b32_e32 v20, 0", line], given, 1)[0]
+        want = (one.float() * other.float() + 0.0).bfloat16()
+        assert (got >> 16 == 0).all()
+        same_floats(got << 16, want.float().numpy())
+    unit = execute("gfx1201", ["v_dot2_bf16_bf16 v20, v10, 0x7e80, 0"], [np.full(32, 0x40)], 1)[0]
+    assert (unit & 0xFFFF == 0x3F00).all()  # 2^-127 by 2^126
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "v_dot2_bf16_bf16 v20, v10, v10, 0",
+        "v_dot2_bf16_bf16 v20, v10, 1, v10",
+        "v_dot2_bf16_bf16 v20, v10, 0, 0 op_sel:[0,0,0,1]",
+    ],
+)
+def test_sums_of_products_of_bfloat16_are_refused(line):
+    with pytest.raises(amd.UnknownInstruction):
+        execute("gfx1151", [line], [np.full(32, 0x3F803F80)], 1)
+
+
 def test_scaled_conversions():
     """Of a scale, only the exponent counts."""
     codes = torch.arange(64, dtype=torch.uint8)

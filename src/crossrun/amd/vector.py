@@ -64,6 +64,11 @@ def _high_product(a: Array, b: Array, kind: Any, result: Any) -> Array:
     return ((np.asarray(a, kind) * np.asarray(b, kind)) >> kind(32)).astype(result)
 
 
+def _upper_bf16(x: Array) -> Array:
+    """Return the upper halves of words, which are bfloat16, in float32."""
+    return np.asarray(x & U32(0xFFFF0000)).view(np.float32)
+
+
 def _byte_as_float(place: int, x: Array) -> Array:
     return np.asarray((x >> U32(8 * place)) & U32(255)).astype(np.float32)
 
@@ -340,6 +345,28 @@ class VectorUnit:
         if name not in TABLE:
             raise UnknownInstruction("vector instruction")
         return TABLE[name]
+
+    def _dot2_bf16_bf16(self, operands: list[Operand], mods: Modifiers) -> Execute:
+        """Multiply two values of bfloat16; sums of two products may round twice, and are refused.
+
+        Triton multiplies by this instruction on RDNA, with zeros for the other product and for what
+        is added, and found the bits of a float32 product rounded to nearest even
+        (triton-lang/triton#8444).
+        """
+        if any(mods.values()):
+            raise UnknownInstruction("a modifier of this instruction")
+        first, second, added = (reader(each, "u32") for each in operands[1:])
+        write = writer(operands[0], "u16", mods, self._lanes, gfx9=self._gfx9)
+
+        def execute(w: Waves) -> None:
+            a, b, c = (np.asarray(read(w), U32) for read in (first, second, added))
+            other = _upper_bf16(a) * _upper_bf16(b)
+            if (w.mask & ((other != 0) | (c != 0))).any():
+                raise UnknownInstruction("a sum of products of bfloat16")
+            product = _upper_bf16(a << U32(16)) * _upper_bf16(b << U32(16)) + np.float32(0)
+            write(w, numbers.to_bf16(product).astype(np.uint16))
+
+        return execute
 
     def _compare(self, name: str, operands: list[Operand], mods: Modifiers, sdwa: bool) -> Execute:
         found = re.fullmatch(r"cmp(x?)_(\w+?)_([uif])(16|32|64)", name)
