@@ -219,7 +219,7 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
             found[chosen]["for all"] = bool(model.exchange.cache_info().currsize)
             attentions: list[Any] = [m for m in built.modules() if hasattr(m, "swa_cache_layer")]
             found[chosen]["streams"] = sum(m.aux_stream_list is not None for m in attentions)
-            found[chosen]["laid out anew"] = sum(
+            found[chosen]["shuffled"] = sum(
                 hasattr(m, "prepare_attn_preshuffle") for m in attentions
             )
             if report.this_machine().platform == "rocm":

@@ -126,7 +126,7 @@ def assert_built(found: dict[str, Any], device: str) -> None:
 
 
 def assert_layers_suit_rocm(found: dict[str, Any], device: str) -> None:
-    """Anymla's attention uses no second stream, and weights are not laid out for AITER's kernels.
+    """Anymla's attention uses no second stream, and its weights are not shuffled for AITER.
 
     Hyper-connections are vLLM's layers there, which are replaced by their names. An audit records
     the same methods of either attention, and knows the codes that each stores and which of them
@@ -134,7 +134,7 @@ def assert_layers_suit_rocm(found: dict[str, Any], device: str) -> None:
     """
     for built in found.values():
         theirs = built["classes"].get("DeepseekV4ROCMAiterMLAAttention", 0)
-        assert built["laid out anew"] == built["rotated back"] == theirs
+        assert built["shuffled"] == built["rotated back"] == theirs
         assert built["streams"] == (3 if theirs else 0)
         assert built["fnuz rows"] == (theirs if device == "gfx942" else 0)
         attention = "DeepseekV4ROCMAiterMLAAttention" if theirs else "AnymlaAttention"

@@ -43,7 +43,7 @@ PLATFORMS = {
         f"{_V4}.attention:DeepseekV4Attention",
         drafts=True,
     ),
-    # Not vLLM's class for ROCm: AITER's kernels, on which it relies, lay weights out anew.
+    # Not vLLM's class for ROCm: weights of that are shuffled for AITER's kernels.
     "rocm": Platform(
         f"{_V4}.amd.model", _ROCM, f"{_V4}.attention:DeepseekV4Attention", drafts=True
     ),
