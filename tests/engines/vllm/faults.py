@@ -11,6 +11,7 @@ from vllm.forward_context import get_forward_context
 from anymla.engines.vllm import attention, compressor, indexer
 from anymla.engines.vllm.metadata import WindowBuilder
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+from anymla.ops.norm_rope import rope
 
 Undo = Callable[[], None]
 
@@ -160,6 +161,50 @@ def score_bias_lost(model: Any) -> Undo:
     return _patched(compressor, "save_partial_states", make)
 
 
+def rotated_back_unsaid(model: Any) -> Undo:
+    """Attention rotates heads back, as vLLM's own does on ROCm, and the projection does not."""
+
+    def attend(original: Any) -> Any:
+        def run(self: Any, q: Any, positions: Any, metadata: Any, output: Any) -> None:
+            original(self, q, positions, metadata, output)
+            heads, table = output[: len(positions)], self.rotary_emb.cos_sin_cache
+            heads.copy_(rope(heads, positions, table, inverse=True))
+
+        return run
+
+    def project(operation: Any) -> Any:
+        def run(o: Any, positions: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
+            return operation(rope(o, positions, table), positions, table, *args, **kwargs)
+
+        return run
+
+    undone = [
+        _patched(attention.AttentionAdapter, "_attend", attend),
+        _patched(attention, "grouped_output_projection", project),
+    ]
+
+    def take_out() -> None:
+        for undo in undone:
+            undo()
+
+    return take_out
+
+
+def rotated_back(model: Any) -> Undo:
+    """The same, in layers with the attribute by which vLLM's own says so."""
+    layers = [each for each in model.modules() if hasattr(each, "swa_cache_layer")]
+    for layer in layers:
+        layer._wo_a_fp8_weight = None
+    undo = rotated_back_unsaid(model)
+
+    def take_out() -> None:
+        undo()
+        for layer in layers:
+            del layer._wo_a_fp8_weight
+
+    return take_out
+
+
 FAULTS: dict[str, Callable[[Any], Undo]] = {
     "sink dropped": sink_dropped,
     "window off by one": window_off_by_one,
@@ -170,4 +215,6 @@ FAULTS: dict[str, Callable[[Any], Undo]] = {
     "page freed early": page_freed_early,
     "without inverse RoPE": without_inverse_rope,
     "score bias lost": score_bias_lost,
+    "rotated back, unsaid": rotated_back_unsaid,
+    "rotated back": rotated_back,
 }

@@ -22,6 +22,7 @@ METHODS = {
     "page freed early": {"at_rest"},
     "without inverse RoPE": {"projection"},
     "score bias lost": {"compressor_state"},
+    "rotated back, unsaid": {"attention", "projection"},
 }
 # What lay in an index page that is not written may be no index keys at all.
 ALSO = {"stale index row": {"at_rest"}}
@@ -68,6 +69,13 @@ def test_a_fault_is_named_by_its_method_and_no_other(
     for alarm in alarms:
         assert alarm["layer"].startswith("model.layers.")
         assert alarm["what"]
+
+
+@pytest.mark.parametrize("kind", ["", ", in graphs"])
+def test_attention_may_rotate_heads_back_if_it_says_so(found: dict[str, Any], kind: str) -> None:
+    back = found["rotated back" + kind]
+    assert not back["alarms"]
+    assert set(back["tallies"]) == JUDGED
 
 
 def test_a_stale_index_row_is_told_from_a_compressed_one(found: dict[str, Any]) -> None:
