@@ -18,6 +18,8 @@ INTEL_READY := $(INTEL_VENV)/.ready
 # nemo-automodel alone, beside what VENV has: what it asks for is for training, and not imported.
 AMD_TARGETS := gfx942 gfx950 gfx1151 gfx1201
 NEMO ?= .nemo
+SGLANG ?= .sglang
+SGLANG_READY := $(SGLANG)/.ready
 NEMO_READY := $(NEMO)/.ready
 
 # $(call venv,DIR), $(call pip,DIR,ARGUMENTS). pip's own --quiet hides why versions conflict: what it
@@ -27,7 +29,7 @@ venv = $(PYTHON) -m venv $(1) || { rm -rf $(1); \
 pip = $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2) > $(1)/pip.log 2>&1 || \
   { tail -n 40 $(1)/pip.log >&2; exit 1; }
 
-.PHONY: help demo test test-all family test-lowest test-vllm test-intel test-amd test-nemo resolve lint types imports check bench build-matrix build-subset docs tables clean
+.PHONY: help demo test test-all family test-lowest test-vllm test-sglang test-intel test-amd test-nemo resolve lint types imports check bench build-matrix build-subset docs tables clean
 
 help:
 	@echo "make demo    a tiny trained DeepSeek-V4 speaks, finds a passkey in 32,768 tokens, and is checked"
@@ -35,6 +37,7 @@ help:
 	@echo "make test-all   run the whole of it"
 	@echo "make family F=indexer   a family's tests, conformance cases and one build of each of its kernels"
 	@echo "make test-vllm   run the vLLM plugin's tests, with vLLM in its own environment (minutes)"
+	@echo "make test-sglang run the SGLang plugin's tests, with SGLang beside the packages of make test"
 	@echo "make test-intel  compile kernels for Intel's GPUs, and run them on this CPU (docs/intel.md)"
 	@echo "make test-amd    compile kernels for AMD's GPUs, and interpret their code (docs/amd.md)"
 	@echo "make test-nemo   compare V4.1 with nemo-automodel's, an independent implementation (minutes)"
@@ -96,6 +99,16 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest -m "not slow" tests/engines/vllm
+
+$(SGLANG_READY): $(READY) constraints-sglang.txt
+	@echo "installing into $(SGLANG)"
+	@rm -rf $(SGLANG)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $(SGLANG) -r constraints-sglang.txt
+	@touch $(SGLANG_READY)
+
+# SGLang and what it imports warn on their own account.
+test-sglang: $(SGLANG_READY)
+	PYTHONPATH=$(SGLANG)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python -m pytest -W ignore tests/engines/sglang
 
 $(INTEL_READY): pyproject.toml constraints.txt constraints-intel.txt .ci/ocloc.sh
 	@echo "installing into $(INTEL_VENV)"
@@ -160,4 +173,4 @@ docs: $(READY)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 clean:
-	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(INTEL_VENV) $(NEMO) demo-output
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(INTEL_VENV) $(NEMO) $(SGLANG) demo-output

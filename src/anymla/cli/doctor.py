@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ class Finding:
     "somebody instead: a minute on a CPU, a quarter of an hour or more on a GPU.",
 )
 @click.option("--vllm", is_flag=True, help="Show what the vLLM plugin offers here instead.")
+@click.option("--sglang", is_flag=True, help="Show what the SGLang plugin offers here instead.")
 def command(
     device: str | None,
     json_file: Path | None,
@@ -79,6 +81,7 @@ def command(
     no_speed: bool,
     report: Path | None,
     vllm: bool,
+    sglang: bool,
 ) -> None:
     """Say what this machine is, and judge every family of operations on it.
 
@@ -88,12 +91,13 @@ def command(
     are compiled; needs no GPU and no triton. Ends with exit code 1 if a result is wrong.
     """
     silent = json_file == STANDARD
-    if report is not None and (vllm or families or no_speed or json_file is not None):
+    if report is not None and (vllm or sglang or families or no_speed or json_file is not None):
         raise BadInput("--report has all of it; only --device goes with it")
     if no_speed:
         click.echo("--no-speed: doctor times nothing; `anymla bench` does", err=True)
-    if vllm:
-        _show_plugin(json_file, silent=silent)
+    for engine in ["vllm"] * vllm + ["sglang"] * sglang:
+        _show_plugin(engine, json_file, silent=silent)
+    if vllm or sglang:
         return
     with bad_input():
         place = named_device(device)
@@ -266,19 +270,21 @@ def _error(outcome: Outcome) -> str:
     return f"{outcome.error:.0%}" if outcome.error >= 0.01 else "<1%"
 
 
-def _show_plugin(json_file: Path | None, *, silent: bool) -> None:
+def _show_plugin(engine: str, json_file: Path | None, *, silent: bool) -> None:
     try:
-        from anymla.engines.vllm.report import plugin_view
+        plugin_view = importlib.import_module(f"anymla.engines.{engine}.report").plugin_view
     except ModuleNotFoundError as error:
         missing = error.name or "a module"
-        if missing.split(".")[0] == "vllm":
-            raise BadInput("--vllm: vllm is not installed here (no module named vllm)") from error
-        raise BadInput(f"--vllm: this installation has no module {missing}") from error
+        if missing.split(".")[0] == engine:
+            raise BadInput(
+                f"--{engine}: {engine} is not installed here (no module named {engine})"
+            ) from error
+        raise BadInput(f"--{engine}: this installation has no module {missing}") from error
     try:
         rows = plugin_view()
     except ValueError as error:  # of the environment variable
-        raise BadInput(f"--vllm: {error}") from error
-    line = json.dumps({"part": "doctor --vllm", "parts": rows})
+        raise BadInput(f"--{engine}: {error}") from error
+    line = json.dumps({"part": f"doctor --{engine}", "parts": rows})
     if silent:
         click.echo(line)
         return

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 from servers import SOURCE, needs_source, needs_vllm
 
+from anymla.engines.seams import Seam, missing
 from anymla.engines.vllm import plugin, report, seams
-from anymla.engines.vllm.pinned import PLATFORMS, Seam, seams_of
+from anymla.engines.vllm.pinned import PLATFORMS, seams_of
 from anymla.engines.vllm.pinned_v41 import v41_seams_of
 from anymla.engines.vllm.report import Machine
 
@@ -65,7 +66,7 @@ def example(tmp_path: Path) -> Path:
     ids=lambda seam: seam.place,
 )
 def test_what_is_there_is_found(example: Path, seam: Seam) -> None:
-    assert seams._missing(example, seam) is None
+    assert missing(example, [seam]) == []
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_is_there_is_found(example: Path, seam: Seam) -> None:
     ids=lambda each: each.place if isinstance(each, Seam) else "",
 )
 def test_what_is_missing_is_named(example: Path, seam: Seam, line: str) -> None:
-    assert line in str(seams._missing(example, seam))
+    assert line in missing(example, [seam])[0]
 
 
 @pytest.mark.parametrize("more", [0, 2])
@@ -126,11 +127,11 @@ def test_each_model_is_refused_by_itself(
     registry = SimpleNamespace(register_model=lambda name, _: registered.append(name))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
     gone = ["vllm.top has no Layer"]
-    for missing, shared, wanted in (
+    for lacking, shared, wanted in (
         ([], gone, {"DeepseekV4ForCausalLM", "DeepSeekV4MTPModel", "DSparkDraftModel"}),
         (gone, [], {"DeepseekV41ForCausalLM"}),
     ):
-        monkeypatch.setattr(report, "missing_seams", lambda *_, found=missing: found)
+        monkeypatch.setattr(report, "missing_seams", lambda *_, found=lacking: found)
         monkeypatch.setattr(report, "missing_v41_seams", lambda *_, found=shared: found)
         registered.clear()
         caplog.clear()
@@ -141,7 +142,7 @@ def test_each_model_is_refused_by_itself(
         assert ("of DeepSeek-V4.1" in record.getMessage()) == bool(shared)
         rows = {row["part"]: row["action"] for row in report.plugin_view()}
         assert rows["DeepSeek-V4.1 attention"] == ("kept" if shared else "replaced")
-        assert rows.get("attention") == (None if missing else "replaced")
+        assert rows.get("attention") == (None if lacking else "replaced")
 
 
 def test_an_audit_relies_on_what_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def assert_every_seam_is_there(root: Path, others: Path) -> None:
         assert seams.missing_v41_seams(root, platform, report.V41_PARTS) == []
     for seam in every_seam():
         for changed in renamed(root, others, seam):
-            assert seams._missing(changed, seam), seam
+            assert missing(changed, [seam]), seam
 
 
 def renamed(root: Path, others: Path, seam: Seam) -> Iterator[Path]:
@@ -222,4 +223,4 @@ def test_another_vllm_has_every_seam_and_each_is_looked_up(tmp_path: Path) -> No
     assert_every_seam_is_there(root, tmp_path)
     optional = {dataclasses.replace(s, optional=False) for s in every_seam() if s.optional}
     assert len(optional) == 5  # 0.33 has them, 0.32 has none
-    assert [line for seam in optional if (line := seams._missing(root, seam))] == []
+    assert missing(root, optional) == []

@@ -6,6 +6,8 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Collection
 
+from anymla.engines.seams import Seam, seam
+
 # Admitted versions, and the tests that each has passed.
 VERSIONS = {
     "0.32.0": "serves with the plugin on a CPU",
@@ -67,28 +69,6 @@ METADATA_KERNELS = {
     f"{_MLA}.sparse_swa.ComputeSWAIndicesAndLensKernel.kernel": "window_indices",
     f"{_MLA}.compressor_utils.CompressedSlotMappingKernel.kernel": "compressed_slots",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Seam:
-    """One name in vLLM that the plugin relies on; ``seams`` looks it up in vLLM's source.
-
-    Attributes:
-        place: dotted location, ``module:name`` or ``module:class.method``.
-        parameters: names of its first parameters, without ``self``; () if they do not matter.
-        attributes: names that a class's body defines or its methods assign.
-        optional: True if the plugin can do without it.
-    """
-
-    place: str
-    parameters: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
-    optional: bool = False
-
-
-def seam(place: str, parameters: str = "", attributes: str = "", *, optional: bool = False) -> Seam:
-    """Build a seam from names that are separated by spaces."""
-    return Seam(place, tuple(parameters.split()), tuple(attributes.split()), optional)
 
 
 _WINDOW = f"{_MLA}.sparse_swa"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from anymla.engines.vllm.pinned import STAND_INS, V41_MODEL, Seam, builder_seams, seam
+from anymla.engines.seams import Seam, seam
+from anymla.engines.vllm.pinned import STAND_INS, V41_MODEL, builder_seams
 
 _V41, _MLA = "vllm.models.deepseek_v41", "vllm.v1.attention.backends.mla"
 _LAYER = f"{_V41}.attention:DeepseekV4Attention"

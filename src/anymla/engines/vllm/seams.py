@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
-from anymla.engines.vllm.pinned import Seam, seams_of
+from anymla.engines.seams import missing, source_of
+from anymla.engines.vllm.pinned import seams_of
 from anymla.engines.vllm.pinned_v41 import v41_seams_of
 
 
 def source_of_vllm() -> Path:
     """Return the folder of the installed package ``vllm``, which is not imported."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return Path(next(iter(spec.submodule_search_locations)))
+    return source_of("vllm")
 
 
 def missing_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
@@ -28,90 +23,9 @@ def missing_seams(root: Path, platform: str, parts: Collection[str]) -> list[str
         platform: name of the platform in vLLM.
         parts: names in ``report.PARTS`` that are to be replaced.
     """
-    return [line for seam in seams_of(platform, parts) if (line := _missing(root, seam))]
+    return missing(root, seams_of(platform, parts))
 
 
 def missing_v41_seams(root: Path, platform: str, parts: Collection[str]) -> list[str]:
     """List the same for DeepSeek-V4.1; ``parts`` are names in ``report.V41_PARTS``."""
-    every = v41_seams_of(platform, parts)
-    return [line for seam in every if (line := _missing(root, seam))]
-
-
-def _missing(root: Path, seam: Seam) -> str | None:
-    module, _, place = seam.place.partition(":")
-    owner, _, method = place.partition(".")
-    names = _names(root, module)
-    if names is None:
-        return f"there is no module {module}"
-    if owner not in names:
-        return f"{module} has no {owner}"
-    node = names[owner]
-    if method:
-        members = _members(node)
-        if method not in members:
-            return None if seam.optional else f"{module}:{owner} has no {method}"
-        node = members[method]
-    if seam.parameters and _parameters(node)[: len(seam.parameters)] != seam.parameters:
-        return f"{seam.place} does not take ({', '.join(seam.parameters)})"
-    for name in seam.attributes:
-        if name not in _members(node):
-            return f"{seam.place} has no {name}"
-    return None
-
-
-@functools.cache
-def _names(root: Path, module: str) -> dict[str, ast.AST] | None:
-    """Return the names that a module defines or imports; None if there is no such module."""
-    path = root.joinpath(*module.split(".")[1:])
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if not file.exists():
-        return None
-    return dict(_bound(ast.parse(file.read_text(encoding="utf-8")).body))
-
-
-def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """Yield names that statements bind, including statements inside conditions."""
-    for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            yield node.name, node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name, node) for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            yield from ((t.id, node) for t in node.targets if isinstance(t, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id, node
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _bound([*node.body, *node.orelse])
-
-
-@functools.cache
-def _members(node: ast.AST) -> dict[str, ast.AST]:
-    """Return names that a class's body binds, or its methods assign or register on ``self``."""
-    if not isinstance(node, ast.ClassDef):
-        return {}
-    found = dict(_bound(node.body))
-    for each in ast.walk(node):
-        if (
-            isinstance(each, ast.Attribute)
-            and isinstance(each.ctx, ast.Store)
-            and isinstance(each.value, ast.Name)
-            and each.value.id == "self"
-        ):
-            found.setdefault(each.attr, each)
-        if (
-            isinstance(each, ast.Call)
-            and isinstance(each.func, ast.Attribute)
-            and each.func.attr == "register_buffer"
-            and isinstance(each.args[0], ast.Constant)
-        ):
-            found.setdefault(str(each.args[0].value), each)
-    return found
-
-
-def _parameters(node: ast.AST) -> tuple[str, ...]:
-    """Return the parameters' names, without ``self`` and ``cls``."""
-    if not isinstance(node, ast.FunctionDef):
-        return ()
-    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    names = [each.arg for each in every]
-    return tuple(names[1:] if names[:1] in (["self"], ["cls"]) else names)
+    return missing(root, v41_seams_of(platform, parts))

@@ -1,0 +1,1 @@
+"""Plugin for SGLang: anymla's sparse attention, selection and audit through SGLang's hooks."""
