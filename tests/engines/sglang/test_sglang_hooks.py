@@ -224,6 +224,28 @@ def test_an_audit_of_right_layers_raises_no_alarm() -> None:
     assert auditor.tallies["selection"].judged == 4
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "audit: Settings(every=200"),
+        ({"trtllm_attn": True}, "nothing is audited, its window or its attention takes another"),
+        ({"token_to_kv_pool": None}, "AttributeError"),
+    ],
+)
+def test_an_audit_that_cannot_start_leaves_the_server_alone(
+    change: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = backends.scene(LENGTHS).backend
+    backend.__dict__.update(change)
+    try:
+        with caplog.at_level(logging.INFO, logger=audit.LOG.name):
+            audit.backend_built(None, backend, backend.model_runner)
+        assert said in caplog.text
+        assert (id(backend) in audit._watches) == (not change)
+    finally:
+        audit._watches.pop(id(backend), None)
+
+
 def _window_one_early(scene: backends.Scene) -> None:
     core = scene.backend.forward_metadata.core_attn_metadata
     core.swa_page_indices[0] = core.swa_page_indices[0].roll(-1)

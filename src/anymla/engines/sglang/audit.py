@@ -46,24 +46,38 @@ def register() -> None:
 
 
 def backend_built(result: None, backend: Any, model_runner: Any, *args: Any, **rest: Any) -> None:
-    """Watch a backend of DeepSeek-V4's rows, unless it serves drafts."""
-    pool = backend.token_to_kv_pool
-    refused = None
-    if pool.get_swa_key_bytes_per_token() != _MAIN_BYTES:
-        refused = "its rows are not DeepSeek-V4's"
-    elif pool.request_window is not None or backend.trtllm_attn or backend.mega_attn:
-        refused = "its window or its attention takes another path"
+    """Watch a backend of DeepSeek-V4's rows, unless it serves drafts; the log says why not."""
     if getattr(model_runner, "is_draft_worker", False):
         return
-    if refused:
-        LOG.warning("audit: nothing is audited, %s", refused)
+    try:
+        refused = _refusal(backend)
+        if refused is None:
+            _watches[id(backend)] = _watch(backend)
+    except Exception:
+        LOG.exception("audit: nothing is audited")
         return
+    if refused is not None:
+        LOG.warning("audit: nothing is audited, %s", refused)
+
+
+def _refusal(backend: Any) -> str | None:
+    """Return the reason why a backend cannot be audited; None if it can."""
+    pool = backend.token_to_kv_pool
+    if backend.trtllm_attn or backend.mega_attn or pool.request_window is not None:
+        return "its window or its attention takes another path"
+    if pool.get_swa_key_bytes_per_token() != _MAIN_BYTES:
+        return "its rows are not DeepSeek-V4's"
+    return None
+
+
+def _watch(backend: Any) -> Watch:
+    """Start an audit of a backend."""
     settings = Settings.of(os.environ.get("ANYMLA_AUDIT", ""))
     made_by = {"sglang": installed_version() or "", "torch": torch.__version__}
     judges: list[Judge] = [JudgeProcess() for _ in range(settings.judges)]
     watch = Watch(backend, Auditor(settings, LOG, made_by, judges))
-    _watches[id(backend)] = watch
     LOG.info("audit: %s", settings)
+    return watch
 
 
 def forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **rest: Any) -> Any:
