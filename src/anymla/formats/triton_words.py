@@ -10,6 +10,10 @@ Shifts and masks move two codes at a time, or four for e4m3. The decoded values 
 that takes the least work, which is also the order in which the threads of a matrix instruction hold
 them: thread t of four has word t of 32 channels. A sum over channels does not depend on the order
 if its other operand has the same one, which ``channel_at`` gives.
+
+A thread holds operands of 16 bits in runs of one or two pairs of neighbours (PAIRS): one where
+warpgroups multiply. Where warps do (mma.sync), Triton gives threads two of them if operands were
+made of int32, and any other order passes through shared memory.
 """
 
 from __future__ import annotations
@@ -24,14 +28,16 @@ BFLOAT16_UNIT = tl.constexpr(2.0**126)
 
 
 @triton.jit
-def channel_at(place, BYTES: tl.constexpr):
-    """Return the channel at a place among decoded values of BYTES bytes.
+def channel_at(place, BYTES: tl.constexpr, PAIRS: tl.constexpr = 1):
+    """Return the channel at a place among decoded values of BYTES bytes, in runs of PAIRS pairs.
 
     Both are counted from the same multiple of 32.
     """
     within = place % 32
     if BYTES == 1:
         channel = 8 * (within // 4 % 4) + 2 * (within % 4) + within // 16
+    elif PAIRS == 2:
+        channel = 8 * (within // 4 % 4) + 2 * (within // 16) + within // 2 % 2 + 4 * (within % 2)
     else:
         channel = 8 * (within // 2 % 4) + within // 8 + 4 * (within % 2)
     return place - within + channel
@@ -64,7 +70,7 @@ def words_to_e4m3(words):
 
 
 @triton.jit
-def _wide(words, EXPONENT: tl.constexpr):
+def _wide(words, EXPONENT: tl.constexpr, PAIRS: tl.constexpr):
     """Decode to uint16 bits [n, 8 W], with the lowest bit of the exponent at EXPONENT."""
     ROWS: tl.constexpr = words.shape[0]
     RUNS: tl.constexpr = words.shape[1] // 4
@@ -77,20 +83,20 @@ def _wide(words, EXPONENT: tl.constexpr):
     third = (third & -0x7FFF8000) | ((third >> DOWN) & BOTH)
     fourth = (words & -0x7FFF8000) | ((words >> DOWN) & BOTH)
     bits = _halves(tl.join(tl.join(first, third), tl.join(second, fourth)))
-    bits = tl.permute(tl.reshape(bits, (ROWS, RUNS, 4, 4, 2)), (0, 1, 3, 2, 4))
-    return tl.reshape(bits, (ROWS, RUNS * 32))
+    bits = tl.reshape(bits, (ROWS, RUNS, 4, 4 // PAIRS, 2 * PAIRS))
+    return tl.reshape(tl.permute(bits, (0, 1, 3, 2, 4)), (ROWS, RUNS * 32))
 
 
 @triton.jit
-def words_to_fp16(words):
+def words_to_fp16(words, PAIRS: tl.constexpr = 1):
     """Decode int32 [n, W], W a multiple of 4, to float16 [n, 8 W]: value * 2^-14."""
-    return _wide(words, 10).to(tl.float16, bitcast=True)
+    return _wide(words, 10, PAIRS).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def words_to_bf16(words):
     """Decode int32 [n, W], W a multiple of 4, to bfloat16 [n, 8 W]: value * 2^-126."""
-    return _wide(words, 7).to(tl.bfloat16, bitcast=True)
+    return _wide(words, 7, 1).to(tl.bfloat16, bitcast=True)
 
 
 # Factor that the results of ``e4m3_words_to_fp16`` must be multiplied with.

@@ -89,3 +89,8 @@ def within_quant_blocks(tile: TileConfig, block: int) -> TileConfig:
 def uses_wgmma(target: Target) -> bool:
     """Return True if matrix products are WGMMA, which a warpgroup issues and waits for."""
     return target.name == "sm_90"
+
+
+def uses_mma_sync(target: Target) -> bool:
+    """Return True if matrix products are mma.sync, whose operands are in a warp's registers."""
+    return target.name in ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121")

@@ -53,8 +53,10 @@ from anymla.formats.triton_cast import (
 from anymla.formats.triton_words import (
     BFLOAT16_UNIT,
     E4M3_UNIT,
+    E4M3_WORD_UNIT,
     FLOAT16_UNIT,
     channel_at,
+    e4m3_words_to_fp16,
     words_to_bf16,
     words_to_e4m3,
     words_to_fp16,
@@ -386,6 +388,77 @@ def _mxfp4_tile(
 
 
 @triton.jit
+def _warp_operand(words):
+    """Decode int32 words [g, n, 4] to the float16 operand [g, n, 32] of g warps' products."""
+    WARPS: tl.constexpr = words.shape[0]
+    BLOCK_N: tl.constexpr = words.shape[1]
+    return tl.reshape(
+        words_to_fp16(tl.reshape(words, (WARPS * BLOCK_N, 4)), 2), (WARPS, BLOCK_N, 32)
+    )
+
+
+@triton.jit
+def _warp_scaled(part, scale, x_scales, inside, NUMBER: tl.constexpr, QUANT: tl.constexpr):
+    """Multiply products [g, n, m] of 32 channels by their factors; see ``_mxfp4_warps_tile``."""
+    part *= _decode_scale_byte(scale, NUMBER)[:, :, None]
+    if QUANT == 32:
+        part *= tl.load(x_scales + NUMBER, inside, other=0.0)[:, None, :]
+    return part
+
+
+@triton.jit
+def _mxfp4_warps_tile(
+    w, scales, x, x_scales, x_inside, k_blocks,
+    K_WARPS: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """Multiply packed e2m1 by quantised activations, each of K_WARPS warps its own K blocks.
+
+    Products are batches of K_WARPS, which Triton gives to warps. So every warp multiplies all rows,
+    loads activations once for all of them, and decodes what ``ldmatrix`` has put where the
+    instruction needs it. Sums of warps meet once, after the last step.
+    """
+    BLOCK_N: tl.constexpr = w.shape[0]
+    BLOCK_M: tl.constexpr = x_inside.shape[0]
+    X_SCALES: tl.constexpr = 128 // QUANT
+    warp = tl.arange(0, K_WARPS)
+    w = w[:, None] + tl.arange(0, 16 * K_WARPS)[None, :]
+    scales = scales[:, None] + warp[None, :]
+    channel = 128 * warp[:, None] + tl.arange(0, 32)[None, :]
+    # Rows begin at multiples of 128 elements, which the compiler does not see.
+    x = tl.multiple_of(x[None, None, :] + channel[:, :, None], (1, 16, 1))
+    inside = x_inside[None, None, :]
+    x_scales = x_scales[None, :] + X_SCALES * warp[:, None]
+    total = tl.zeros((K_WARPS, BLOCK_N, BLOCK_M), tl.float32)
+    spoiled = tl.zeros((K_WARPS, BLOCK_N), tl.int32)
+    for _ in tl.range(0, k_blocks, K_WARPS, num_stages=STAGES):
+        packed = tl.reshape(tl.load(w), (BLOCK_N, K_WARPS, 2, 2, 4))
+        even, odd = tl.split(tl.permute(packed, (1, 0, 4, 2, 3)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        scale = tl.permute(tl.load(scales), (1, 0))
+        # Adding one to a byte that stands for NaN, 255, overflows into its bit 7.
+        spoiled |= ((scale & 0x7F7F7F7F) + 0x01010101) & scale
+        part = tl.dot(_warp_operand(first), tl.load(x, inside, other=0.0))
+        part = _warp_scaled(part, scale, x_scales, x_inside[None, :], 0, QUANT)
+        more = tl.dot(_warp_operand(second), tl.load(x + 32, inside, other=0.0))
+        part += _warp_scaled(more, scale, x_scales, x_inside[None, :], 1, QUANT)
+        more = tl.dot(_warp_operand(third), tl.load(x + 64, inside, other=0.0))
+        part += _warp_scaled(more, scale, x_scales, x_inside[None, :], 2, QUANT)
+        more = tl.dot(_warp_operand(fourth), tl.load(x + 96, inside, other=0.0))
+        part += _warp_scaled(more, scale, x_scales, x_inside[None, :], 3, QUANT)
+        if QUANT == 32:
+            total += part
+        else:
+            total += part * tl.load(x_scales, x_inside[None, :], other=0.0)[:, None, :]
+        w += 16 * K_WARPS
+        scales += K_WARPS
+        x += 128 * K_WARPS
+        x_scales += X_SCALES * K_WARPS
+    total = tl.where(((spoiled & -0x7F7F7F80) != 0)[:, :, None], float("nan"), total)
+    return tl.sum(total, 0) * FLOAT16_UNIT
+
+
+@triton.jit
 def _mxfp4_bf16_tile(w, scales, x, x_inside, k_blocks, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
     """Multiply packed e2m1, scaled in the operand, for many tokens or tokens without scales."""
     BLOCK_N: tl.constexpr = w.shape[0]
@@ -434,11 +507,64 @@ def _fp8_tile(
 
 
 @triton.jit
+def _four_values(words):
+    """Decode int32 words of e4m3 [g, n, c] to float16 [g, n, c, 2, 2]: bytes 0, 2, 1 and 3."""
+    first, second, third, fourth = e4m3_words_to_fp16(words)
+    return tl.join(tl.join(first, second), tl.join(third, fourth))
+
+
+@triton.jit
+def _fp8_warps_tile(
+    w, scales, x, x_scales, x_inside, blocks,
+    K_WARPS: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """Multiply e4m3 codes by e4m3 codes, each of K_WARPS warps its own quant blocks.
+
+    Both are decoded by int32 words, so the order of channels is the same; see
+    ``_mxfp4_warps_tile``.
+    """
+    BLOCK_N: tl.constexpr = w.shape[0]
+    BLOCK_M: tl.constexpr = x_inside.shape[0]
+    WORDS: tl.constexpr = QUANT // 4
+    # Only loads of four bytes are in flight during a step.
+    SCALE_WORDS: tl.constexpr = K_WARPS == 4 and scales.dtype.element_ty == tl.uint8
+    warp = tl.arange(0, K_WARPS)
+    w = w[:, None] + tl.arange(0, WORDS * K_WARPS)[None, :]
+    if SCALE_WORDS:
+        scales = scales.to(tl.pointer_type(tl.int32))
+    else:
+        scales = scales[None, :] + warp[:, None]
+    word = WORDS * warp[:, None] + tl.arange(0, WORDS)[None, :]
+    # Rows begin at multiples of 128 codes, which the compiler does not see.
+    x = tl.multiple_of(x[None, None, :] + word[:, :, None], (1, 16, 1))
+    inside = x_inside[None, None, :]
+    x_scales = x_scales[None, :] + warp[:, None]
+    total = tl.zeros((K_WARPS, BLOCK_N, BLOCK_M), tl.float32)
+    for _ in tl.range(0, blocks, K_WARPS, num_stages=STAGES):
+        packed = tl.permute(tl.reshape(tl.load(w), (BLOCK_N, K_WARPS, WORDS)), (1, 0, 2))
+        a = tl.reshape(_four_values(packed), (K_WARPS, BLOCK_N, QUANT))
+        b = tl.permute(_four_values(tl.load(x, inside, other=0)), (0, 1, 3, 4, 2))
+        part = tl.dot(a, tl.reshape(b, (K_WARPS, QUANT, BLOCK_M)))
+        factor = tl.load(scales)
+        if SCALE_WORDS:
+            factor = (factor[None, :] >> (8 * warp)[:, None]) & 255
+        if factor.dtype != tl.float32:
+            factor = ue8m0_to_fp32(factor)
+        part *= factor[:, :, None]
+        total += part * tl.load(x_scales, x_inside[None, :], other=0.0)[:, None, :]
+        w += WORDS * K_WARPS
+        scales += 1 if SCALE_WORDS else K_WARPS
+        x += WORDS * K_WARPS
+        x_scales += K_WARPS
+    return tl.sum(total, 0) * (E4M3_WORD_UNIT * E4M3_WORD_UNIT)
+
+
+@triton.jit
 def gemm_tile_swap_ab(
     w, scales, x, x_scales, x_inside, k_blocks,
     FORMAT: tl.constexpr, OPERAND: tl.constexpr, NATIVE: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_DIAGONAL: tl.constexpr, WIDE_LOADS: tl.constexpr,
-    QUANT: tl.constexpr,
+    QUANT: tl.constexpr, K_WARPS: tl.constexpr = 0,
 ):  # fmt: skip
     """Multiply rows of a weight by rows of activations.
 
@@ -459,18 +585,31 @@ def gemm_tile_swap_ab(
             many columns of the instruction.
         WIDE_LOADS: True to read all of a step's weights at once; a step is 1, 2 or 4 K blocks.
         QUANT: channels that share a scale, 128 or 32.
+        K_WARPS: number of warps that share the channels of a step, of as many K blocks ("fp8":
+            quant blocks), which divide those of a row; 0 if all warps multiply the same channels.
+            Takes mxfp4 with float16 operands in runs of two pairs, or fp8 with codes.
 
     Returns:
         float32 [n, m], the sums of all products.
     """
     if OPERAND == tl.float8e4nv:
         x = x.to(tl.pointer_type(tl.float8e4nv))
-    if FORMAT == "mxfp4":
+    if FORMAT == "mxfp4" or K_WARPS:
         w = w.to(tl.pointer_type(tl.int32))
+    if FORMAT == "mxfp4":
         if x_scales is not None:
             scales = scales.to(tl.pointer_type(tl.int32))
     if x_scales is None:
         total = _mxfp4_bf16_tile(w, scales, x, x_inside, k_blocks, BLOCK_K, STAGES)
+    elif K_WARPS and FORMAT == "mxfp4":
+        total = _mxfp4_warps_tile(
+            w, scales, x, x_scales, x_inside, k_blocks, K_WARPS, STAGES, QUANT
+        )
+    elif K_WARPS:
+        total = _fp8_warps_tile(
+            w, scales, x.to(tl.pointer_type(tl.int32)), x_scales, x_inside,
+            k_blocks * (128 // QUANT), K_WARPS, STAGES, QUANT,
+        )  # fmt: skip
     elif FORMAT == "mxfp4":
         total = _mxfp4_tile(
             w, scales, x, x_scales, x_inside, k_blocks,
@@ -492,6 +631,7 @@ def operand_rows_kernel(
     FLOOR: tl.constexpr,
     BLOCKS: tl.constexpr,
     BYTES: tl.constexpr,
+    PAIRS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     NATIVE: tl.constexpr,
     QUANT: tl.constexpr,
@@ -499,7 +639,8 @@ def operand_rows_kernel(
 ):
     """Convert BLOCKS quant blocks of activations to operands of a product.
 
-    The order is that of decoded values of BYTES bytes, or if BYTES is 0 that of the channels.
+    The order is that of decoded values of BYTES bytes in runs of PAIRS pairs, or if BYTES is 0 that
+    of the channels.
     """
     if PDL:
         gdc_launch_dependents()
@@ -507,7 +648,7 @@ def operand_rows_kernel(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     row = block // row_blocks
     place = tl.arange(0, QUANT)
-    channel = channel_at(place, BYTES) if BYTES else place
+    channel = channel_at(place, BYTES, PAIRS) if BYTES else place
     first = (row * width + (block - row * row_blocks) * QUANT)[:, None]
     inside = (row < rows)[:, None]
     value = tl.load(x + first + channel[None, :], inside, other=0.0)
@@ -529,7 +670,13 @@ def operand_rows_kernel(
 
 
 def operand_rows(
-    x: Tensor, operand: torch.dtype, *, weight_format: str, quantize: bool, block: int = FP8_BLOCK
+    x: Tensor,
+    operand: torch.dtype,
+    *,
+    weight_format: str,
+    quantize: bool,
+    block: int = FP8_BLOCK,
+    pairs: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """Convert contiguous x [T, K], K a multiple of 128, to operands in scratch memory.
 
@@ -542,6 +689,7 @@ def operand_rows(
         weight_format: format of the weight that the operands multiply, "mxfp4" or "fp8".
         quantize: True to quantise to e4m3 first; must be True for float8_e4m3fn and float16.
         block: number of channels of a quant block, 128 or 32.
+        pairs: number of pairs of operands in a run, 1 or 2; see ``formats.triton_words``.
 
     Returns:
         Operands [T, K] (e4m3 as uint8) and float32 scales [T, K / block], None for bfloat16.
@@ -554,13 +702,18 @@ def operand_rows(
     if operand != torch.bfloat16:
         scales = scratch((rows, row_blocks), torch.float32, x.device)
     size = stored.itemsize if weight_format == "mxfp4" else 0
-    _decoding(rows, width, size, quantize, block, x.device)(x, operands, scales)
+    _decoding(rows, width, (size, pairs), quantize, block, x.device)(x, operands, scales)
     return operands, scales
 
 
 @functools.lru_cache(LAUNCHES)
 def _decoding(
-    rows: int, width: int, size: int, quantize: bool, block: int, device: torch.device
+    rows: int,
+    width: int,
+    order: tuple[int, int],
+    quantize: bool,
+    block: int,
+    device: torch.device,
 ) -> PreparedLaunch:
     row_blocks = width // block
     blocks = blocks_of_cta(rows * row_blocks, block)
@@ -572,7 +725,8 @@ def _decoding(
         row_blocks,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         BLOCKS=blocks,
-        BYTES=size,
+        BYTES=order[0],
+        PAIRS=order[1],
         QUANTIZE=quantize,
         NATIVE=target_of(device).native_e4m3,
         QUANT=block,

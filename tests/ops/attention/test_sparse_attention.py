@@ -991,3 +991,18 @@ def test_triton_refuses_what_it_does_not_compute():
     made = Scene(torch.randn(2, 3, 512).double(), scope(2, 5))
     with pytest.raises(BackendUnavailable, match=r"float64|triton is not installed"):
         run(made, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [MAIN_FP8, *V41_LAYOUTS])
+@pytest.mark.parametrize("heads", [1, 8, 16, 20])
+def test_a_device_attends_to_long_lists_with_few_heads(heads, layout):
+    # Lists of more blocks of rows than are loaded ahead, some of which end within a block.
+    lengths = [600, 0, 1, 33, 512, 599, 64]
+    given_ = Scene(
+        torch.randn(7, heads, 512).bfloat16(),
+        scope(7, 128, page=64),
+        scope(7, 600, lengths=lengths, page=64, layout=layout),
+        torch.randn(heads),
+    )
+    check(given_, *run(given_, "triton"))

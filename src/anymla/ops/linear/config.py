@@ -7,6 +7,7 @@ has the results of Hopper's kernels.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ from anymla.ops._gemm_config import (
     TileConfig,
     choose_tile,
     operand_dtype,
+    uses_mma_sync,
     uses_wgmma,
     within_quant_blocks,
 )
@@ -60,6 +62,8 @@ MAX_SWAP_AB_TOKENS = 32
 # SM, 396 on an H200, keep enough loads in flight.
 _CTAS, _MIN_SPLIT = 512, 512
 _SWAP_AB_CTAS_PER_SM, _SWAP_AB_MIN_SPLIT = 3, 512
+# mma.sync, FP8: rows of a tile, of which the first with a tile for every SM is taken.
+_K_WARPS_ROWS = (32, 16)
 # Intel: rows of a tile, and channels of a step up to which its 4 warps do not spill: V4.1's FP8 in
 # blocks of 32 takes 43 to 47 instructions for 1,000 multiply-adds, but 82 to 87 with 8 warps (built
 # for Arc B); MXFP4 spills 11 registers on Max.
@@ -213,6 +217,8 @@ class TritonConfig:
         tile: tile and pipeline of the product.
         split_k: number of channels in a split of K, a multiple of 128.
         block_diagonal: True if 128 channels of mxfp4 are one instruction (only with swap_ab).
+        k_warps: number of warps that share a step's channels, a quant block each; 0 if they share
+            the tile's rows (only with swap_ab).
     """
 
     swap_ab: bool
@@ -220,6 +226,7 @@ class TritonConfig:
     tile: TileConfig
     split_k: int
     block_diagonal: bool = False
+    k_warps: int = 0
 
     def splits(self, k: int) -> int:
         """Return the number of splits of ``k`` channels."""
@@ -250,6 +257,8 @@ def choose_triton_config(
         quant_block: number of rows and columns of an FP8 weight, and of channels of activations,
             that share a scale.
     """
+    if quantized and aligned and _takes_k_warps(shape, weight_format, target, quant_block):
+        return _k_warps_config(shape, target, quant_block)
     if quantized and aligned and _takes_swap_ab(shape, weight_format, target):
         return swap_ab_config(shape, weight_format, target)
     operand = operand_dtype(x_dtype, weight_format, weight_dtype, quantized, target)
@@ -262,6 +271,26 @@ def choose_triton_config(
     k = max(1, shape.k)
     splits = max(1, min(_CTAS // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
     return TritonConfig(False, operand, tile, _cdiv(_cdiv(k, splits), FP8_BLOCK) * FP8_BLOCK)
+
+
+def _takes_k_warps(
+    shape: GemmShape, weight_format: str, target: Target, quant_block: int
+) -> bool:
+    """Return True for few tokens of FP8 where codes are decoded by bits for mma.sync."""
+    known = weight_format == "fp8" and uses_mma_sync(target) and not target.dot_e4m3
+    whole = shape.k % (2 * FP8_BLOCK) == 0 and shape.n % _K_WARPS_ROWS[-1] == 0
+    return known and whole and 1 <= shape.tokens <= MAX_SWAP_AB_TOKENS
+
+
+def _k_warps_config(shape: GemmShape, target: Target, quant_block: int) -> TritonConfig:
+    """Choose a tile whose channels are shared by warps, so that K is not split over CTAs."""
+    block_m = 8 if shape.tokens <= 8 else 16 if shape.tokens <= 16 else 32
+    warps = math.gcd(shape.k // quant_block, 4)
+    for rows in _K_WARPS_ROWS[shape.tokens > 16 :]:
+        tile = TileConfig(block_m, rows, quant_block * warps, warps, 3)
+        if shape.n % rows == 0 and _tiles(shape, tile) >= target.sm_count:
+            break
+    return TritonConfig(True, torch.float16, tile, shape.k, k_warps=warps)
 
 
 def _takes_swap_ab(shape: GemmShape, weight_format: str, target: Target) -> bool:

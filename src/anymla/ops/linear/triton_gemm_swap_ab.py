@@ -41,6 +41,7 @@ def gemm_swap_ab_kernel(
     STAGES: tl.constexpr,
     BLOCK_DIAGONAL: tl.constexpr,
     QUANT: tl.constexpr,
+    K_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute a tile of results, or of one split's sums."""
@@ -75,6 +76,7 @@ def gemm_swap_ab_kernel(
         BLOCK_DIAGONAL,
         False,
         QUANT,
+        K_WARPS,
     )
     if SPLITS:
         at += split.to(tl.int64) * tokens * groups

@@ -217,7 +217,8 @@ def launch_gemm(
         gemm_swap_ab_kernel[grid](
             x, x_scales, w, scales, result, tokens, n, k, groups, config.split_k // 128,
             w.shape[2], scales.shape[2], *strides,
-            STAGES=tile.num_stages, BLOCK_DIAGONAL=config.block_diagonal, **options,
+            STAGES=tile.num_stages, BLOCK_DIAGONAL=config.block_diagonal,
+            K_WARPS=config.k_warps, **options,
         )  # fmt: skip
     else:
         gemm_kernel[grid](

@@ -26,6 +26,7 @@ from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._gemm_config import (
     choose_tile,
     operand_dtype,
+    uses_mma_sync,
     uses_wgmma,
     within_quant_blocks,
 )
@@ -321,6 +322,10 @@ _MAX_SCALED_SUMS = 12
 # Largest number of pairs an expert for which twice the CTAs beat larger tiles. V4-Flash, 32
 # experts, 8 tokens.
 _MAX_SMALL_TILES = 3
+# mma.sync: most pairs an expert of blocks of 8, and most comparisons of pairs with experts for
+# which blocks without gaps are found at once with quantising.
+_MAX_PAIRS_OF_EIGHT = 3
+_MAX_COMPARISONS = 1 << 15
 # Largest number of pairs an expert, then pairs of a block and channels of a step. V4-Flash, 32
 # experts; 128, 256 and 4,096 tokens.
 _BF16_TILES = ((32, 32, 128), (48, 64, 64), (float("inf"), 128, 64))
@@ -342,6 +347,10 @@ class GemmConfig:
         num_stages: number of stages of the software pipeline.
         wide_loads: True if a step reads its part of a weight row in one load (only with
             ``swap_ab``).
+        k_warps: number of warps that share a step's channels; 0 if they share the tile's rows (only
+            with ``swap_ab``).
+        adjacent: True if the blocks of grouped pairs have no gaps, and x is quantised with them.
+        down: tile and pipeline of w2 if they are others than those of w1 and w3.
     """
 
     swap_ab: bool
@@ -353,6 +362,9 @@ class GemmConfig:
     num_warps: int
     num_stages: int
     wide_loads: bool = False
+    k_warps: int = 0
+    adjacent: bool = False
+    down: GemmConfig | None = None
 
 
 def choose_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> GemmConfig:
@@ -411,6 +423,8 @@ def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target)
         # On Intel, steps of one scale take half the instructions; longer steps spill 51 registers.
         block_k = 32 if target.intel else block_k
         return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, 3)
+    if uses_mma_sync(target):
+        return _k_warps_config(shape)
     operand = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
     if not uses_wgmma(target):
         return GemmConfig(True, grouped, 16, 64, 128, operand, 4, 4)
@@ -418,6 +432,22 @@ def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target)
     block_n = 64 if share <= _MAX_SMALL_TILES else 128
     block_k = 128 if shape.inner % 256 or shape.d % 256 else 256
     return GemmConfig(True, grouped, 16, block_n, block_k, operand, 4, 3, wide_loads=True)
+
+
+def _k_warps_config(shape: ExpertsShape) -> GemmConfig:
+    """Choose tiles whose channels are shared by warps, for mma.sync."""
+    grouped = shape.tokens > 1
+    block_m = 8 if shape.pairs_per_expert <= _MAX_PAIRS_OF_EIGHT else 16
+
+    def tile(rows: int, width: int, down: GemmConfig | None = None) -> GemmConfig:
+        warps = math.gcd(width // 128, 4)
+        adjacent = grouped and shape.pairs * shape.experts <= _MAX_COMPARISONS
+        return GemmConfig(
+            True, grouped, block_m, rows, 128 * warps, torch.float16, warps, 3,
+            k_warps=warps, adjacent=adjacent, down=down,
+        )  # fmt: skip
+
+    return tile(32, shape.d, tile(32, shape.inner))
 
 
 # --- grouping of pairs, and elementwise kernels --------------------------------------------------

@@ -7,8 +7,9 @@ grids depend on shapes only.
 
 ``align`` leaves gaps: expert e owns the blocks from begin // BLOCK_M + e on, which always suffice
 for its pairs; unused blocks get expert -1. The persistent kernel on Hopper divides blocks evenly,
-so the blocks of ``align_and_quantize`` are adjacent; further CTAs of that launch quantise the
-activations to e4m3 in the order of decoded e2m1.
+and with few pairs of many experts most CTAs would find a gap, so the blocks of
+``align_and_quantize`` are adjacent; further CTAs of that launch quantise the activations to e4m3,
+or the same numbers in float16, in the order of decoded e2m1.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.fp8_block import ACTIVATION_AMAX_FLOOR, FP8_BLOCK
+from anymla.formats.triton_cast import e4m3_to_fp16
 from anymla.formats.triton_words import channel_at
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops._triton_quantize import quantize_blocks
+from anymla.ops.device import target_of
 from anymla.ops.moe.config import ALIGN_PAIRS, choose_align_config
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch
@@ -94,7 +97,9 @@ def _alignment(pairs: int, experts: int, offset: int, block_m: int, count: int) 
 
 
 @triton.jit
-def load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M: tl.constexpr):
+def load_block(
+    ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M: tl.constexpr, GAPS: tl.constexpr
+):
     """Load expert (or -1), pairs int64 [BLOCK_M] and mask of existing pairs, of a CTA's block."""
     block = tl.program_id(1)
     lane = tl.arange(0, BLOCK_M)
@@ -102,6 +107,10 @@ def load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M: tl.co
         expert = tl.load(blocks + block)
         place = tl.load(blocks + count + block) + lane
         inside = place < tl.load(blocks + 2 * count + block)
+        if not GAPS:
+            written = block < tl.load(blocks + 3 * count)
+            expert = tl.where(written, expert, -1)
+            inside &= written
         pair = tl.load(sorted_pairs + place, inside, other=0).to(tl.int64)
     else:
         local = tl.load(ids + block).to(tl.int64) - offset
@@ -115,6 +124,7 @@ def load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M: tl.co
 def _quantize(
     x, operands, scales, first, rows, width, row_blocks,
     FLOOR: tl.constexpr, QUANT_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantise QUANT_BLOCKS quant blocks of WIDTH channels from ``first`` on to operands."""
     block = tl.cast(first, tl.int64) + tl.arange(0, QUANT_BLOCKS)
@@ -122,10 +132,13 @@ def _quantize(
     place = tl.arange(0, WIDTH)
     start = (row * width + (block - row * row_blocks) * WIDTH)[:, None]
     inside = (row < rows)[:, None]
-    value = tl.load(x + start + channel_at(place, 1)[None, :], inside, other=0.0)
-    codes, scale = quantize_blocks(value.to(tl.float32), FLOOR, True)
+    CODED: tl.constexpr = operands.dtype.element_ty == tl.uint8
+    channel = channel_at(place, 1 if CODED else 2, PAIRS)
+    value = tl.load(x + start + channel[None, :], inside, other=0.0)
+    codes, scale = quantize_blocks(value.to(tl.float32), FLOOR, NATIVE)
     tl.store(scales + block, scale, row < rows)
-    tl.store(operands + start + place[None, :], codes, inside)
+    operand = codes if CODED else e4m3_to_fp16(codes, NATIVE)
+    tl.store(operands + start + place[None, :], operand, inside)
 
 
 @triton.jit
@@ -192,6 +205,8 @@ def align_and_quantize_kernel(
     COMPARED: tl.constexpr,
     EXPERTS: tl.constexpr,
     PLACED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Align one expert's pairs, or quantise QUANT_BLOCKS quant blocks of WIDTH channels."""
@@ -206,25 +221,37 @@ def align_and_quantize_kernel(
         )  # fmt: skip
     else:
         first = (me - experts) * QUANT_BLOCKS
-        _quantize(x, operands, scales, first, rows, width, row_blocks, FLOOR, QUANT_BLOCKS, WIDTH)
+        _quantize(
+            x, operands, scales, first, rows, width, row_blocks, FLOOR, QUANT_BLOCKS, WIDTH,
+            PAIRS, NATIVE,
+        )  # fmt: skip
 
 
 def align_and_quantize(
-    x: Tensor, ids: Tensor, experts: int, offset: int, block_m: int, quant_block: int = FP8_BLOCK
+    x: Tensor,
+    ids: Tensor,
+    experts: int,
+    offset: int,
+    block_m: int,
+    quant_block: int = FP8_BLOCK,
+    *,
+    pairs_of_run: int = 0,
 ) -> tuple[Tensor, Tensor, AlignedPairs]:
-    """Quantise contiguous x to e4m3 operands [T, D], and group the pairs in blocks without gaps.
+    """Quantise contiguous x to operands [T, D], and group the pairs in blocks without gaps.
 
+    Operands are e4m3 codes, or float16 in runs of ``pairs_of_run`` pairs if that is not 0.
     Returns operands, their float32 scales [T, D / quant_block], and the grouped pairs.
     """
     (rows, width), pairs = x.shape, ids.numel()
     row_blocks = width // quant_block
-    operands = scratch((rows, width), torch.uint8, x.device)
+    dtype = torch.float16 if pairs_of_run else torch.uint8
+    operands = scratch((rows, width), dtype, x.device)
     scales = scratch((rows, row_blocks), torch.float32, x.device)
     count = pairs // block_m + min(pairs, experts)
     sorted_pairs = scratch((pairs,), torch.int32, x.device)
     blocks = scratch((3 * count + 1,), torch.int32, x.device)
     sizes = rows, width, pairs, experts, offset, count
-    launch = _alignment_with_rows(sizes, block_m, quant_block, x.device)
+    launch = _alignment_with_rows(sizes, block_m, quant_block, pairs_of_run, x.device)
     launch(x, operands, scales, ids, sorted_pairs, blocks)
     return operands, scales, AlignedPairs(sorted_pairs, blocks, count)
 
@@ -234,6 +261,7 @@ def _alignment_with_rows(
     sizes: tuple[int, int, int, int, int, int],
     block_m: int,
     quant_block: int,
+    pairs_of_run: int,
     device: torch.device,
 ) -> PreparedLaunch:
     rows, width, pairs, experts, offset, count = sizes
@@ -256,6 +284,9 @@ def _alignment_with_rows(
         COMPARED=config.compared,
         EXPERTS=config.experts,
         PLACED=config.placed,
+        PAIRS=pairs_of_run,
+        # Codes are Hopper's, whose instruction rounds values that were clamped before.
+        NATIVE=target_of(device).native_e4m3 if pairs_of_run else True,
         num_warps=config.num_warps,
         **pdl_launch(device),
     )

@@ -9,7 +9,8 @@ loops:
 - Any format and size: pairs are rows of the matrix instruction, and w1 is multiplied before w3.
 - SWAP_AB: the weight's rows are rows of the instruction, so the weight goes from registers into it
   without a mask; half of a tile's rows are w1's and half w3's. Every byte of a visited expert is
-  read once for up to BLOCK_M pairs, and one token still has several CTAs an SM.
+  read once for up to BLOCK_M pairs, and one token still has several CTAs an SM. With K_WARPS, a
+  CTA's warps share the channels of a step and not the rows of the tile.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from anymla.ops.device import Target, target_of
 from anymla.ops.moe.config import GemmConfig
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
-from anymla.ops.moe.triton_align import align, load_block
+from anymla.ops.moe.triton_align import align, align_and_quantize, load_block
 from anymla.ops.moe.triton_swiglu import clamped_swiglu
 from anymla.ops.streams import scratch
 
@@ -92,9 +93,13 @@ def gate_up_kernel(
     STAGES: tl.constexpr,
     WIDE_LOADS: tl.constexpr,
     QUANT: tl.constexpr,
+    K_WARPS: tl.constexpr,
+    GAPS: tl.constexpr,
 ):
     """Compute a tile of w2's input."""
-    expert, pair, inside = load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M)
+    expert, pair, inside = load_block(
+        ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M, GAPS
+    )
     if expert >= 0:
         if SWAP_AB:
             HALF: tl.constexpr = BLOCK_N // 2
@@ -114,7 +119,7 @@ def gate_up_kernel(
                 x + token * width,
                 None if x_scales is None else x_scales + token * row_blocks,
                 inside, k_blocks, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
-                QUANT,
+                QUANT, K_WARPS,
             )  # fmt: skip
             halves = tl.permute(tl.reshape(total, (2, HALF, BLOCK_M)), (1, 2, 0))
             gate, up = tl.split(halves)
@@ -189,9 +194,13 @@ def down_kernel(
     STAGES: tl.constexpr,
     WIDE_LOADS: tl.constexpr,
     QUANT: tl.constexpr,
+    K_WARPS: tl.constexpr,
+    GAPS: tl.constexpr,
 ):
     """Compute a tile of the pairs' results."""
-    expert, pair, inside = load_block(ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M)
+    expert, pair, inside = load_block(
+        ids, sorted_pairs, blocks, count, offset, experts, BLOCK_M, GAPS
+    )
     if expert >= 0:
         channel = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         if SWAP_AB:
@@ -206,7 +215,7 @@ def down_kernel(
                 inner + pair * width,
                 None if inner_scales is None else inner_scales + pair * row_blocks,
                 inside, k_blocks, FORMAT, OPERAND, NATIVE, BLOCK_K, STAGES, False, WIDE_LOADS,
-                QUANT,
+                QUANT, K_WARPS,
             )  # fmt: skip
             at = channel[:, None] + (pair * n)[None, :]
             tl.store(out + at, value.to(out.dtype.element_ty), inside[None, :])
@@ -238,15 +247,24 @@ def grouped_gemm(inputs: ExpertInputs, results: Tensor, config: GemmConfig) -> N
     """
     ids, shape, device = inputs.ids, inputs.shape, inputs.x.device
     sorted_pairs, blocks, count = None, None, shape.pairs
+    if config.grouped and config.adjacent:
+        operands, x_scales, aligned = align_and_quantize(
+            inputs.x, ids, shape.experts, inputs.expert_offset, config.block_m,
+            inputs.quant_block, pairs_of_run=_pairs_of_run(config),
+        )  # fmt: skip
+        rows: tuple[Tensor, Tensor | None] = operands, x_scales
+    else:
+        rows = _operands(inputs.x, inputs, config)
     if config.grouped:
-        aligned = align(ids, shape.experts, inputs.expert_offset, config.block_m)
+        if not config.adjacent:
+            aligned = align(ids, shape.experts, inputs.expert_offset, config.block_m)
         sorted_pairs, blocks, count = aligned.sorted_pairs, aligned.blocks, aligned.count
     strides = _row_strides(inputs.w1, inputs.s1, config), _row_strides(inputs.w2, inputs.s2, config)
     given = count, inputs.expert_offset, float(inputs.swiglu_limit), inputs.unit
     gate_up, down = _launches(shape, inputs.formats, config, given, strides, device)
     inner = scratch((shape.pairs, shape.inner), inputs.x.dtype, device)
     gate_up(
-        *_operands(inputs.x, inputs, config), ids, inputs.weights, sorted_pairs, blocks,
+        *rows, ids, inputs.weights, sorted_pairs, blocks,
         *inputs.gate_up_pointers, inputs.global_scales, inner,
     )  # fmt: skip
     down(
@@ -270,19 +288,17 @@ def _launches(
     distances.
     """
     count, offset, limit, unit = given
-    options = _constants(config, formats, target_of(device))
-    options |= {"W_UNIT": unit, "num_warps": config.num_warps}
-    if not config.swap_ab:
-        options["num_stages"] = config.num_stages
+    target, down_config = target_of(device), config.down or config
     gate_up_rows = config.block_n // 2 if config.swap_ab else config.block_n
     numbers = count, offset, shape.experts
     gate_up = PreparedLaunch(
         gate_up_kernel, (cdiv(shape.inner, gate_up_rows), count), *numbers,
-        shape.experts_per_token, shape.d, *strides[0], shape.inner, limit, **options,
+        shape.experts_per_token, shape.d, *strides[0], shape.inner, limit,
+        **_options(config, formats, target, unit),
     )  # fmt: skip
     down = PreparedLaunch(
-        down_kernel, (cdiv(shape.d, config.block_n), count), *numbers,
-        shape.inner, *strides[1], shape.d, **options,
+        down_kernel, (cdiv(shape.d, down_config.block_n), count), *numbers,
+        shape.inner, *strides[1], shape.d, **_options(down_config, formats, target, unit),
     )  # fmt: skip
     return gate_up, down
 
@@ -307,12 +323,21 @@ def _operands(
             weight_format=inputs.weight_format,
             quantize=inputs.quantized,
             block=inputs.quant_block,
+            pairs=_pairs_of_run(config),
         )
     return quantize_rows(rows, inputs.quant_block) if inputs.quantized else (rows, None)
 
 
-def _constants(config: GemmConfig, formats: ExpertFormats, target: Target) -> dict[str, Any]:
-    return {
+def _pairs_of_run(config: GemmConfig) -> int:
+    """Return the pairs of operands that a thread holds next to each other."""
+    return 2 if config.k_warps else 1
+
+
+def _options(
+    config: GemmConfig, formats: ExpertFormats, target: Target, unit: int
+) -> dict[str, Any]:
+    stages = {} if config.swap_ab else {"num_stages": config.num_stages}
+    return stages | {
         "FORMAT": formats.weight,
         "QUANTIZED": formats.quantized,
         "OPERAND": TL_DTYPES[config.operand],
@@ -324,4 +349,8 @@ def _constants(config: GemmConfig, formats: ExpertFormats, target: Target) -> di
         "STAGES": config.num_stages,
         "WIDE_LOADS": config.wide_loads,
         "QUANT": formats.quant_block,
+        "K_WARPS": config.k_warps,
+        "GAPS": not config.adjacent,
+        "W_UNIT": unit,
+        "num_warps": config.num_warps,
     }
