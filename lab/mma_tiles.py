@@ -1,9 +1,10 @@
 """Time MXFP4 experts and FP8 products of few tokens in every tile that configs for mma.sync choose.
 
 ``python -m crossrun.ptx sm_80 python -m lab.mma_tiles rows.jsonl [CASE ...]`` does so for an older
-target; a case is "products" or a key of EXPERTS, and without any all are timed. A row names a tile by its rows of the weight, warps that share K (0 if they share the rows) and
-stages; ``share_of_copy`` is the bytes of visited weights over the time, as a share of the measured
-copy rate.
+target; a case is "products" or a key of EXPERTS, and without any all are timed. A row names a tile
+by its rows of the weight, warps that share K (0 if they share the rows) and stages;
+``share_of_copy`` is the bytes of visited weights over the time, as a share of the measured copy
+rate.
 """
 
 from __future__ import annotations

@@ -164,6 +164,22 @@ def _load_weight(
 
 
 @triton.jit
+def _four_values(words):
+    """Decode int32 words of e4m3 [...] to float16 [..., 2, 2]: bytes 0, 2, 1 and 3 of each."""
+    first, second, third, fourth = e4m3_words_to_fp16(words)
+    return tl.join(tl.join(first, second), tl.join(third, fourth))
+
+
+@triton.jit
+def _load_four_codes(at, row, stride, inside, k, width, BLOCK_K: tl.constexpr):
+    """Load codes k .. k + BLOCK_K of rows [n] as float16, in the order of ``_four_values``."""
+    word = k // 4 + tl.arange(0, BLOCK_K // 4)
+    mask = inside[:, None] & (word < width // 4)[None, :]
+    at = at.to(tl.pointer_type(tl.int32)) + (row * (stride // 4))[:, None] + word[None, :]
+    return tl.reshape(_four_values(tl.load(at, mask, other=0)), (row.shape[0], BLOCK_K))
+
+
+@triton.jit
 def _dot(a, w, total, OPERAND: tl.constexpr):
     """Return total + a @ w^T; float16 with a bfloat16 operand goes in as two exact parts."""
     b = tl.trans(w)
@@ -182,7 +198,7 @@ def _dot(a, w, total, OPERAND: tl.constexpr):
 def gemm_tile(
     given, weight, first, last, width,
     FORMAT: tl.constexpr, CODED: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr,
-    NATIVE: tl.constexpr, QUANT: tl.constexpr,
+    NATIVE: tl.constexpr, QUANT: tl.constexpr, BY_WORDS: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply rows of activations by rows of a weight over channels first .. last.
 
@@ -198,18 +214,25 @@ def gemm_tile(
         BLOCK_K: channels per step, at most QUANT if either operand has scales per quant block.
         NATIVE: True to convert e4m3 by instructions.
         QUANT: channels that share a scale.
+        BY_WORDS: True to decode four e4m3 codes at a time, of both operands. Rows must begin at
+            multiples of 16 bytes.
 
     Returns:
         float32 [m, n], the sums of all products.
     """
     total = tl.zeros((given.row.shape[0], weight.row.shape[0]), tl.float32)
     for k in range(first, last, BLOCK_K):
-        channel = k + tl.arange(0, BLOCK_K)
-        mask = given.inside[:, None] & (channel < width)[None, :]
-        a = tl.load(given.x + (given.row * given.stride)[:, None] + channel[None, :], mask, other=0)
-        b = _load_weight(weight, k, width, FORMAT, OPERAND, BLOCK_K, NATIVE)
-        if CODED:
-            a = _decode_e4m3(a, OPERAND, NATIVE)
+        if BY_WORDS:
+            a = _load_four_codes(given.x, given.row, given.stride, given.inside, k, width, BLOCK_K)
+            b = _load_four_codes(weight.w, weight.row, width, weight.inside, k, width, BLOCK_K)
+        else:
+            channel = k + tl.arange(0, BLOCK_K)
+            mask = given.inside[:, None] & (channel < width)[None, :]
+            at = given.x + (given.row * given.stride)[:, None] + channel[None, :]
+            a = tl.load(at, mask, other=0)
+            b = _load_weight(weight, k, width, FORMAT, OPERAND, BLOCK_K, NATIVE)
+            if CODED:
+                a = _decode_e4m3(a, OPERAND, NATIVE)
         if CODED or FORMAT == "fp8":
             part = tl.zeros((given.row.shape[0], weight.row.shape[0]), tl.float32)
             part = _dot(a, b, part, OPERAND)
@@ -225,7 +248,7 @@ def gemm_tile(
             total += part
         else:
             total = _dot(a, b, total, OPERAND)
-    return total
+    return total * (E4M3_WORD_UNIT * E4M3_WORD_UNIT) if BY_WORDS else total
 
 
 @triton.jit
@@ -507,13 +530,6 @@ def _fp8_tile(
 
 
 @triton.jit
-def _four_values(words):
-    """Decode int32 words of e4m3 [g, n, c] to float16 [g, n, c, 2, 2]: bytes 0, 2, 1 and 3."""
-    first, second, third, fourth = e4m3_words_to_fp16(words)
-    return tl.join(tl.join(first, second), tl.join(third, fourth))
-
-
-@triton.jit
 def _fp8_warps_tile(
     w, scales, x, x_scales, x_inside, blocks,
     K_WARPS: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr,
@@ -596,9 +612,8 @@ def gemm_tile_swap_ab(
         x = x.to(tl.pointer_type(tl.float8e4nv))
     if FORMAT == "mxfp4" or K_WARPS:
         w = w.to(tl.pointer_type(tl.int32))
-    if FORMAT == "mxfp4":
-        if x_scales is not None:
-            scales = scales.to(tl.pointer_type(tl.int32))
+    if FORMAT == "mxfp4" and x_scales is not None:
+        scales = scales.to(tl.pointer_type(tl.int32))
     if x_scales is None:
         total = _mxfp4_bf16_tile(w, scales, x, x_inside, k_blocks, BLOCK_K, STAGES)
     elif K_WARPS and FORMAT == "mxfp4":

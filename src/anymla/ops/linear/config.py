@@ -219,6 +219,7 @@ class TritonConfig:
         block_diagonal: True if 128 channels of mxfp4 are one instruction (only with swap_ab).
         k_warps: number of warps that share a step's channels, a quant block each; 0 if they share
             the tile's rows (only with swap_ab).
+        by_words: True to decode four e4m3 codes at a time (only without swap_ab).
     """
 
     swap_ab: bool
@@ -227,6 +228,7 @@ class TritonConfig:
     split_k: int
     block_diagonal: bool = False
     k_warps: int = 0
+    by_words: bool = False
 
     def splits(self, k: int) -> int:
         """Return the number of splits of ``k`` channels."""
@@ -270,12 +272,13 @@ def choose_triton_config(
         tile = dataclasses.replace(tile, num_warps=4)
     k = max(1, shape.k)
     splits = max(1, min(_CTAS // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
-    return TritonConfig(False, operand, tile, _cdiv(_cdiv(k, splits), FP8_BLOCK) * FP8_BLOCK)
+    split_k = _cdiv(_cdiv(k, splits), FP8_BLOCK) * FP8_BLOCK
+    coded = quantized and aligned and weight_format == "fp8" and shape.k % 16 == 0
+    by_words = coded and uses_mma_sync(target) and not target.dot_e4m3
+    return TritonConfig(False, operand, tile, split_k, by_words=by_words)
 
 
-def _takes_k_warps(
-    shape: GemmShape, weight_format: str, target: Target, quant_block: int
-) -> bool:
+def _takes_k_warps(shape: GemmShape, weight_format: str, target: Target, quant_block: int) -> bool:
     """Return True for few tokens of FP8 where codes are decoded by bits for mma.sync."""
     known = weight_format == "fp8" and uses_mma_sync(target) and not target.dot_e4m3
     whole = shape.k % (2 * FP8_BLOCK) == 0 and shape.n % _K_WARPS_ROWS[-1] == 0

@@ -43,6 +43,7 @@ def gemm_kernel(
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
     QUANT: tl.constexpr,
+    BY_WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute a tile of results, or of one split's sums."""
@@ -74,6 +75,7 @@ def gemm_kernel(
         BLOCK_K,
         NATIVE,
         QUANT,
+        BY_WORDS,
     )
     if factor is not None:
         total *= tl.load(factor)
