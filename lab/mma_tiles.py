@@ -98,7 +98,7 @@ def expert_config(shape: ExpertsShape, up: Tile, down: Tile, block_m: int) -> Ge
     """Return the config of a tile for w1 and w3, and one for w2, whose warps K must suffice for."""
     grouped = shape.tokens > 1
     limit = moe_config._MAX_COMPARISONS
-    adjacent = grouped and shape.pairs * shape.experts <= limit
+    adjacent = shape.pairs * shape.experts <= limit
 
     def of(tile: Tile, width: int, other: GemmConfig | None = None) -> GemmConfig:
         rows, warps, stages = tile

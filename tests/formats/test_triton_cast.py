@@ -43,18 +43,19 @@ def _map_kernel(x, y, n, WHAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _words_kernel(words, values, order, BYTES: tl.constexpr):
+def _words_kernel(words, values, order, BYTES: tl.constexpr, PAIRS: tl.constexpr):
     row, word = tl.arange(0, 2)[:, None], tl.arange(0, 8)[None, :]
     packed = tl.load(words + row * 8 + word)
     if BYTES == 1:
         decoded = triton_words.words_to_e4m3(packed).to(tl.float32) * triton_words.E4M3_UNIT
     elif BYTES == 2:
-        decoded = triton_words.words_to_fp16(packed).to(tl.float32) * triton_words.FLOAT16_UNIT
+        decoded = triton_words.words_to_fp16(packed, PAIRS).to(tl.float32)
+        decoded *= triton_words.FLOAT16_UNIT
     else:
         decoded = triton_words.words_to_bf16(packed).to(tl.float32) * triton_words.BFLOAT16_UNIT
     place = tl.arange(0, 64)
     tl.store(values + row * 64 + place[None, :], decoded)
-    tl.store(order + place, triton_words.channel_at(place, 1 if BYTES == 1 else 2))
+    tl.store(order + place, triton_words.channel_at(place, 1 if BYTES == 1 else 2, PAIRS))
 
 
 @triton.jit
@@ -126,8 +127,12 @@ def test_e2m1(floats):
     same(run("e2m1_to_fp32", codes, torch.float32), decode_e2m1(codes))
 
 
-@pytest.mark.parametrize("form", [1, 2, 3], ids=["e4m3", "float16", "bfloat16"])
-def test_words_of_e2m1(form):
+@pytest.mark.parametrize(
+    ("form", "pairs"),
+    [(1, 1), (2, 1), (2, 2), (3, 1)],
+    ids=["e4m3", "float16", "float16 in runs of two pairs", "bfloat16"],
+)
+def test_words_of_e2m1(form, pairs):
     if form == 1 and 0 in NATIVE and len(NATIVE) == 1:
         pytest.skip("the device has no e4m3")
     # Every pair of codes in one byte, and every code at every place of a word.
@@ -136,7 +141,7 @@ def test_words_of_e2m1(form):
         values = torch.empty(2, 64, device=DEVICE)
         order = torch.empty(64, dtype=torch.int32, device=DEVICE)
         words = part.contiguous().view(torch.int32).to(DEVICE)
-        _words_kernel[(1,)](words, values, order, BYTES=form)
+        _words_kernel[(1,)](words, values, order, BYTES=form, PAIRS=pairs)
         want = decode_e2m1(unpack_nibbles(part))
         assert order.cpu().sort().values.tolist() == list(range(64))
         same(values.cpu(), want[:, order.cpu().long()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from anymla.ops.linear import (
     mxfp4_linear,
     nvfp4_linear,
 )
-from anymla.ops.linear.config import TritonConfig
+from anymla.ops.linear.config import TritonConfig, choose_triton_config
 from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
 
 no_triton = pytest.mark.skipif(not device_facts.has_triton(), reason="triton is not installed")
@@ -184,6 +185,58 @@ def test_swapped_operands(weight_format: str, form: str, monkeypatch: pytest.Mon
         kept = [row for row in range(64) if row != 5]
         want, magnitude = given @ exact[kept].T, given.abs() @ exact[kept].abs().T
         assert_close(got[:, kept], want, atol=accumulation(128, torch.float32), scale=magnitude)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "tokens", "n", "k"),
+    [
+        ("fp8-ue8m0", 1, 48, 1024),
+        ("fp8-fp32", 9, 64, 768),
+        ("fp8-ue8m0", 20, 96, 512),
+        ("fp8-ue8m0", 40, 72, 272),
+        ("fp8-fp32", 70, 64, 640),
+    ],
+)
+@pytest.mark.parametrize("block", [128, 32])
+@no_triton
+def test_codes_decoded_by_words(
+    weight_format: str, tokens: int, n: int, k: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anymla.ops.linear import triton_launch
+
+    chosen: list[TritonConfig] = []
+
+    def as_sm_80(shape: Any, form: str, _: object, **given: Any) -> TritonConfig:
+        chosen.append(choose_triton_config(shape, form, device_facts.TARGETS["sm_80"], **given))
+        return chosen[-1]
+
+    monkeypatch.setattr(triton_launch, "choose_triton_config", as_sm_80)
+    w = torch.randn(n, k) / k**0.5
+    codes, scales = quantize_fp8_weight(w, weight_format.removeprefix("fp8-"), block)
+    exact = dequantize_fp8_weight(codes, scales, torch.float64, block)
+    x = torch.randn(tokens, k).bfloat16()
+    x[0, :128], x[-1, 5] = 0, 300
+    given = dequantize_fp8_rows(*quantize_fp8_rows(x, block), torch.float64, block)
+    got, spoiled = (
+        fp8_block_linear(
+            x, each, scales, quantize_activations=True, quant_block=block, backend="triton"
+        )
+        for each in (codes, with_nan(codes, 17, 131))
+    )
+    assert all(config.k_warps > 0 or config.by_words for config in chosen)
+    want, magnitude = given @ exact.T, given.abs() @ exact.abs().T
+    bound = accumulation(k, torch.float32)
+    assert_close(got, want, atol=bound, rtol=ulps(x.dtype, 0.5), scale=magnitude)
+    assert bool(spoiled[:, 17].isnan().all())
+    spoiled[:, 17] = got[:, 17]
+    assert_identical(spoiled, got)
+
+
+def with_nan(codes: Tensor, row: int, column: int) -> Tensor:
+    """A copy of e4m3 codes of which one is NaN."""
+    copy = codes.clone()
+    copy[row, column] = 0xFF
+    return copy
 
 
 @pytest.mark.parametrize("weight_format", ["fp8-ue8m0", "mxfp4", "nvfp4"])

@@ -178,24 +178,27 @@ def test_experts(backend, weight_format, tokens, d, inner):
 
 @no_triton
 @pytest.mark.parametrize(
-    ("weight_format", "operand", "wide"),
+    ("weight_format", "operand", "wide", "k_warps"),
     [
-        ("mxfp4", torch.float8_e4m3fn, False),
-        ("mxfp4", torch.float8_e4m3fn, True),
-        ("mxfp4", torch.float16, False),
-        ("mxfp4", torch.bfloat16, False),
-        ("fp8", torch.float16, False),
+        ("mxfp4", torch.float8_e4m3fn, False, 0),
+        ("mxfp4", torch.float8_e4m3fn, True, 0),
+        ("mxfp4", torch.float16, False, 0),
+        ("mxfp4", torch.float16, False, 2),
+        ("mxfp4", torch.bfloat16, False, 0),
+        ("fp8", torch.float16, False, 0),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_experts_of_swapped_operands(weight_format, operand, wide, tokens):
+def test_experts_of_swapped_operands(weight_format, operand, wide, k_warps, tokens):
     """The configs of other targets, which the interpreter's are not."""
     from anymla.ops.moe import triton_grouped_gemm, triton_launch
 
     call = _experts_call(weight_format, tokens, 256, 256)
     want = experts(**call, backend="reference")
     block_k = 256 if wide and operand == torch.float8_e4m3fn else 128
-    forced = config.GemmConfig(True, tokens > 1, 16, 64, block_k, operand, 4, 2, wide)
+    forced = config.GemmConfig(
+        True, tokens > 1, 16, 64, block_k, operand, k_warps or 4, 2, wide, k_warps, k_warps > 0
+    )
     projections = [
         ExpertTensors([each.to(DEVICE) for each in call.pop(name)])
         for name in ("w1", "w3", "w2", "s1", "s3", "s2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -530,6 +531,8 @@ OPERANDS = {
     "wide loads": torch.float8_e4m3fn,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "warps share K": torch.float16,
+    "warps share K, adjacent": torch.float16,
 }
 
 
@@ -541,6 +544,14 @@ def with_swap_ab(
 
     wide, grouped = operand == "wide loads", len(x) > 1
     forced = config.GemmConfig(True, grouped, 16, 64, 128, OPERANDS[operand], 4, 2, wide)
+    if operand.startswith("warps share K"):
+        of_row = x.shape[1] // 128, arguments["w1"][0].shape[0] // 128
+        down = config.GemmConfig(
+            True, grouped, 8, 16, 128, torch.float16, of_row[1], 2, k_warps=of_row[1]
+        )
+        forced = dataclasses.replace(
+            down, block_n=32, k_warps=of_row[0], adjacent=operand.endswith("adjacent"), down=down
+        )
     names = ("w1", "w3", "w2", "s1", "s3", "s2")
     tensors = [ExpertTensors(arguments[name]) for name in names]
     rest = {name: value for name, value in arguments.items() if name not in names}
@@ -563,6 +574,8 @@ def with_swap_ab(
         ("mxfp4", torch.float32, "e4m3"),
         ("mxfp4", torch.bfloat16, "bfloat16"),
         ("mxfp4", torch.bfloat16, "wide loads"),
+        ("mxfp4", torch.bfloat16, "warps share K"),
+        ("mxfp4", torch.float32, "warps share K, adjacent"),
         ("fp8-fp32", torch.bfloat16, "float16"),
         ("fp8-ue8m0", torch.float16, "float16"),
     ],

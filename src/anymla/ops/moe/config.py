@@ -350,7 +350,7 @@ class GemmConfig:
         k_warps: number of warps that share a step's channels; 0 if they share the tile's rows (only
             with ``swap_ab``).
         adjacent: True if the blocks of grouped pairs have no gaps, and x is quantised with them.
-        down: tile and pipeline of w2 if they are others than those of w1 and w3.
+        down: config of w2 if its tile or pipeline is another than that of w1 and w3.
     """
 
     swap_ab: bool
@@ -441,7 +441,7 @@ def _k_warps_config(shape: ExpertsShape) -> GemmConfig:
 
     def tile(rows: int, width: int, down: GemmConfig | None = None) -> GemmConfig:
         warps = math.gcd(width // 128, 4)
-        adjacent = grouped and shape.pairs * shape.experts <= _MAX_COMPARISONS
+        adjacent = shape.pairs * shape.experts <= _MAX_COMPARISONS
         return GemmConfig(
             True, grouped, block_m, rows, 128 * warps, torch.float16, warps, 3,
             k_warps=warps, adjacent=adjacent, down=down,

@@ -289,16 +289,17 @@ def _launches(
     """
     count, offset, limit, unit = given
     target, down_config = target_of(device), config.down or config
+    blocks = {"GAPS": not config.adjacent}
     gate_up_rows = config.block_n // 2 if config.swap_ab else config.block_n
     numbers = count, offset, shape.experts
     gate_up = PreparedLaunch(
         gate_up_kernel, (cdiv(shape.inner, gate_up_rows), count), *numbers,
         shape.experts_per_token, shape.d, *strides[0], shape.inner, limit,
-        **_options(config, formats, target, unit),
+        **_options(config, formats, target, unit), **blocks,
     )  # fmt: skip
     down = PreparedLaunch(
         down_kernel, (cdiv(shape.d, down_config.block_n), count), *numbers,
-        shape.inner, *strides[1], shape.d, **_options(down_config, formats, target, unit),
+        shape.inner, *strides[1], shape.d, **_options(down_config, formats, target, unit), **blocks,
     )  # fmt: skip
     return gate_up, down
 
@@ -350,7 +351,6 @@ def _options(
         "WIDE_LOADS": config.wide_loads,
         "QUANT": formats.quant_block,
         "K_WARPS": config.k_warps,
-        "GAPS": not config.adjacent,
         "W_UNIT": unit,
         "num_warps": config.num_warps,
     }
