@@ -1,10 +1,10 @@
 """Time MXFP4 experts and FP8 products of few tokens in every tile that configs for mma.sync choose.
 
 ``python -m crossrun.ptx sm_80 python -m lab.mma_tiles rows.jsonl [CASE ...]`` does so for an older
-target; a case is "products" or a key of EXPERTS, and without any all are timed. A row names a tile
-by its rows of the weight, warps that share K (0 if they share the rows) and stages;
-``share_of_copy`` is the bytes of visited weights over the time, as a share of the measured copy
-rate.
+target; a case is "products", "products of many" or a key of EXPERTS, and without any all are timed.
+A row names a tile by its rows of the weight, warps that share K (0 if they share the rows) and
+stages; ``share_of_copy`` is the bytes of visited weights over the time, as a share of the measured
+copy rate.
 """
 
 from __future__ import annotations
@@ -61,11 +61,20 @@ PRODUCTS = (
     (4096, 4096), (32768, 1024),
 )  # fmt: skip
 PRODUCT_TOKENS = (1, 8, 16, 32)
+# Tokens, tiles and numbers of CTAs of products that decode both operands by words.
+MANY_TOKENS = (64, 128)
+_MANY_TILES = (
+    TileConfig(64, 64, 64, 4, 2), TileConfig(64, 64, 64, 4, 3), TileConfig(64, 64, 128, 4, 2),
+    TileConfig(64, 64, 128, 4, 3), TileConfig(64, 32, 128, 4, 3), TileConfig(64, 128, 64, 4, 3),
+    TileConfig(64, 128, 64, 8, 3), TileConfig(128, 64, 64, 4, 3), TileConfig(128, 64, 64, 8, 3),
+    TileConfig(128, 128, 64, 8, 3), TileConfig(128, 32, 64, 4, 3),
+)  # fmt: skip
+_MANY_CTAS = (128, 256, 512)
 # Tile of w2 while those of w1 and w3 are timed, and most pairs an expert.
 _DOWN: Tile = (32, 4, 3)
 _MOST_PAIRS = 12
 _REPETITIONS = 8
-_PRODUCTS = "products"
+_PRODUCTS, _MANY = "products", "products of many"
 _FORMATS = ExpertFormats(torch.bfloat16, "mxfp4", torch.uint8, True)
 
 
@@ -264,15 +273,63 @@ def measured_products(target: Target, clock: Any) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
+def measured_many(clock: Any) -> Iterator[dict[str, Any]]:
+    """Yield a row for each product of many tokens, with the times by tile and number of CTAs."""
+    for (n, k), tokens in itertools.product(PRODUCTS, MANY_TOKENS):
+        made, times = product_calls(n, k, tokens, clock), {}
+        configs = {
+            (dataclasses.astuple(tile), ctas): TritonConfig(
+                False, torch.float16, tile, split, by_words=True
+            )
+            for tile, ctas in itertools.product(_MANY_TILES, _MANY_CTAS)
+            for split in [many_split(GemmShape(tokens, n, k), tile, ctas)]
+            if tile.block_m < 2 * tokens
+        }
+        name = "choose_triton_config"
+        bits = dataclasses.replace(
+            configs[dataclasses.astuple(_MANY_TILES[0]), 512], by_words=False
+        )
+        compile_ahead(made[0], linear_launch, name, [*configs.values(), bits])
+        known: dict[TritonConfig, float | None] = {}
+        for key, config in configs.items():
+            if config not in known:
+                known[config] = timed(made, linear_launch, name, config, clock)
+            times[key] = known[config]
+        best = fastest(times)
+        us = times[best]
+        assert us is not None
+        with mock.patch.object(linear_launch, name, return_value=configs[best]):
+            got = made[0]().double()
+        want = by_torch(made[0])
+        yield {
+            "part": "product tile of many", "n": n, "k": k, "tokens": tokens, "us": us,
+            "us_by_bits": timed(made, linear_launch, name, bits, clock),
+            "us_by_words": times[dataclasses.astuple(_MANY_TILES[0]), 512],
+            "tile": best, "bytes_us": n * k / clock.copy_bandwidth() * 1e6,
+            "us_by_tile": {str(key): value for key, value in times.items()},
+            "error": float((got - want).norm() / want.norm()),
+        }  # fmt: skip
+
+
+def many_split(shape: GemmShape, tile: TileConfig, ctas: int) -> int:
+    """Return the channels of a split with which a product has about so many CTAs."""
+    tiles = -(-shape.n // tile.block_n) * -(-shape.tokens // tile.block_m)
+    splits = max(1, min(ctas // tiles, shape.k // 512))
+    return -(-shape.k // splits // 128) * 128
+
+
 def main(path: Path, cases: list[str]) -> None:
     """Append the rows of this device to a file, and print a line for each."""
     clock = gpu_clock()
     target = target_of(clock.device)
     facts = environment("python -m lab.mma_tiles") | device_facts()
-    shown = ("case", "n", "k", "tokens", "us_rows_shared", "us_chosen", "us", "tile", "up", "down",
+    shown = ("case", "n", "k", "tokens", "us_rows_shared", "us_by_bits",
+             "us_by_words", "us_chosen", "us", "tile", "up", "down",
              "block_m", "us_other_blocks", "bytes_us", "share_of_copy", "error")  # fmt: skip
     append_lines(path, [{"part": "copy", "tb_per_s": clock.copy_bandwidth() / 1e12} | facts])
-    rows = measured_experts([case for case in cases if case != _PRODUCTS], target, clock)
+    rows = measured_experts([case for case in cases if case in EXPERTS], target, clock)
+    if _MANY in cases:
+        rows = itertools.chain(measured_many(clock), rows)
     if _PRODUCTS in cases:
         rows = itertools.chain(measured_products(target, clock), rows)
     for row in rows:
@@ -291,4 +348,4 @@ def _short(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or [_PRODUCTS, *EXPERTS])
+    main(Path(sys.argv[1]), sys.argv[2:] or [_PRODUCTS, _MANY, *EXPERTS])
