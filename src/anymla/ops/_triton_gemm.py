@@ -543,11 +543,12 @@ def _fp8_warps_tile(
     BLOCK_M: tl.constexpr = x_inside.shape[0]
     WORDS: tl.constexpr = QUANT // 4
     # Only loads of four bytes are in flight during a step.
-    SCALE_WORDS: tl.constexpr = K_WARPS == 4 and scales.dtype.element_ty == tl.uint8
+    SCALE_WORDS: tl.constexpr = K_WARPS // 4 if scales.dtype.element_ty == tl.uint8 else 0
     warp = tl.arange(0, K_WARPS)
     w = w[:, None] + tl.arange(0, WORDS * K_WARPS)[None, :]
     if SCALE_WORDS:
-        scales = scales.to(tl.pointer_type(tl.int32))
+        scales = scales.to(tl.pointer_type(tl.int32))[None, :]
+        scales += tl.arange(0, SCALE_WORDS)[:, None]
     else:
         scales = scales[None, :] + warp[:, None]
     word = WORDS * warp[:, None] + tl.arange(0, WORDS)[None, :]
@@ -563,13 +564,14 @@ def _fp8_warps_tile(
         part = tl.dot(a, tl.reshape(b, (K_WARPS, QUANT, BLOCK_M)))
         factor = tl.load(scales)
         if SCALE_WORDS:
-            factor = (factor[None, :] >> (8 * warp)[:, None]) & 255
+            factor = (factor[:, None, :] >> (8 * tl.arange(0, 4))[None, :, None]) & 255
+            factor = tl.reshape(factor, (K_WARPS, BLOCK_N))
         if factor.dtype != tl.float32:
             factor = ue8m0_to_fp32(factor)
         part *= factor[:, :, None]
         total += part * tl.load(x_scales, x_inside[None, :], other=0.0)[:, None, :]
         w += WORDS * K_WARPS
-        scales += 1 if SCALE_WORDS else K_WARPS
+        scales += SCALE_WORDS if SCALE_WORDS else K_WARPS
         x += WORDS * K_WARPS
         x_scales += K_WARPS
     return tl.sum(total, 0) * (E4M3_WORD_UNIT * E4M3_WORD_UNIT)

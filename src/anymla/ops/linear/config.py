@@ -62,8 +62,13 @@ MAX_SWAP_AB_TOKENS = 32
 # SM, 396 on an H200, keep enough loads in flight.
 _CTAS, _MIN_SPLIT = 512, 512
 _SWAP_AB_CTAS_PER_SM, _SWAP_AB_MIN_SPLIT = 3, 512
-# mma.sync, FP8: rows of a tile, of which the first with a tile for every SM is taken.
-_K_WARPS_ROWS = (32, 16)
+# mma.sync, FP8, as sm_80 on an H200, 1 and 16 tokens, us with 16 rows and 4 warps that share K, 16
+# and 8, 32 and 4, 64 and 2: 1536 x 4096 (at most one tile of 16 rows an SM) 9.6, 8.6, 12.0, -, and
+# 12.7, 11.5, 14.2, - (8.6 if a tile has 8 tokens); 4096 x 4096 12.5, 12.6, 13.2, -, and 16.5, -,
+# 15.3, -; 4096 x 8192 (very long) 19.8, 18.6, 20.9, -; 32768 x 1024 (many tiles an SM) 20.2, -,
+# 20.6, 17.4, and 31.8, -, 28.8, 25.7 (24.5 with 32 and 2). Warps that share rows took 12.4, 19.0,
+# 30.5 and 26.5 with one token.
+_VERY_SHORT_K, _VERY_LONG_K, _MANY_WAVES = 512, 8192, 12
 # Intel: rows of a tile, and channels of a step up to which its 4 warps do not spill: V4.1's FP8 in
 # blocks of 32 takes 43 to 47 instructions for 1,000 multiply-adds, but 82 to 87 with 8 warps (built
 # for Arc B); MXFP4 spills 11 registers on Max.
@@ -281,18 +286,26 @@ def choose_triton_config(
 def _takes_k_warps(shape: GemmShape, weight_format: str, target: Target, quant_block: int) -> bool:
     """Return True for few tokens of FP8 where codes are decoded by bits for mma.sync."""
     known = weight_format == "fp8" and uses_mma_sync(target) and not target.dot_e4m3
-    whole = shape.k % (2 * FP8_BLOCK) == 0 and shape.n % _K_WARPS_ROWS[-1] == 0
+    whole = shape.k % (2 * FP8_BLOCK) == 0 and shape.n % 16 == 0
     return known and whole and 1 <= shape.tokens <= MAX_SWAP_AB_TOKENS
 
 
 def _k_warps_config(shape: GemmShape, target: Target, quant_block: int) -> TritonConfig:
     """Choose a tile whose channels are shared by warps, so that K is not split over CTAs."""
-    block_m = 8 if shape.tokens <= 8 else 16 if shape.tokens <= 16 else 32
-    warps = math.gcd(shape.k // quant_block, 4)
-    for rows in _K_WARPS_ROWS[shape.tokens > 16 :]:
-        tile = TileConfig(block_m, rows, quant_block * warps, warps, 3)
-        if shape.n % rows == 0 and _tiles(shape, tile) >= target.sm_count:
-            break
+    rows, warps, stages, block_m = 16, 4, 3, 8 if shape.tokens <= 8 else 16
+    waves = shape.groups * shape.n / 16 / target.sm_count
+    if waves <= 1 or shape.k <= _VERY_SHORT_K:
+        block_m, warps = 8, 8
+    elif waves >= _MANY_WAVES and shape.n % 64 == 0:
+        rows, warps, stages = (64, 2, 3) if shape.tokens <= 8 else (32, 2, 4)
+    elif shape.tokens <= 8:
+        warps = 8 if shape.k >= _VERY_LONG_K else 4
+    elif shape.tokens <= 16 and shape.n % 32 == 0:
+        rows = 32
+    if shape.tokens > 16 and block_m == 16:
+        block_m = 32
+    warps = math.gcd(shape.k // quant_block, warps)
+    tile = TileConfig(block_m, rows, quant_block * warps, warps, stages)
     return TritonConfig(True, torch.float16, tile, shape.k, k_warps=warps)
 
 

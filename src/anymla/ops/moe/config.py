@@ -322,10 +322,17 @@ _MAX_SCALED_SUMS = 12
 # Largest number of pairs an expert for which twice the CTAs beat larger tiles. V4-Flash, 32
 # experts, 8 tokens.
 _MAX_SMALL_TILES = 3
-# mma.sync: most pairs an expert of blocks of 8, and most comparisons of pairs with experts for
-# which blocks without gaps are found at once with quantising.
+# mma.sync: most pairs an expert of blocks of 8. Most comparisons of pairs with experts for which
+# blocks without gaps, found while x is quantised, are faster: V4-Pro, an eighth of each of 384
+# experts, 16 tokens 154 us and 168 with gaps, 64 tokens 407 and 387.
 _MAX_PAIRS_OF_EIGHT = 3
-_MAX_COMPARISONS = 1 << 15
+_MAX_COMPARISONS = 1 << 16
+# mma.sync: most CTAs an SM with 64 rows of w1 and w3; rows and warps that share K. V4-Flash as
+# sm_80 on an H200, us with 32 rows and 4 warps, 64 and 4, 64 and 2: an eighth of each, 8 tokens 63,
+# 64, 68; 16 tokens 104, 102, 99; all of 256 experts, 8 tokens 258, 249, 239; 128 tokens 1,290,
+# 1,230, 1,151. V4-Pro, an eighth of each, 16 tokens 184, 177, 193. w2 always has 64 rows and two
+# warps: all of V4-Flash, 8 tokens 219 for 231 with four warps and 237 with 32 rows.
+_K_WARPS_TILES = ((4, 32, 4), (10, 64, 4), (float("inf"), 64, 2))
 # Largest number of pairs an expert, then pairs of a block and channels of a step. V4-Flash, 32
 # experts; 128, 256 and 4,096 tokens.
 _BF16_TILES = ((32, 32, 128), (48, 64, 64), (float("inf"), 128, 64))
@@ -424,7 +431,7 @@ def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target)
         block_k = 32 if target.intel else block_k
         return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, 3)
     if uses_mma_sync(target):
-        return _k_warps_config(shape)
+        return _k_warps_config(shape, target)
     operand = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
     if not uses_wgmma(target):
         return GemmConfig(True, grouped, 16, 64, 128, operand, 4, 4)
@@ -434,20 +441,21 @@ def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target)
     return GemmConfig(True, grouped, 16, block_n, block_k, operand, 4, 3, wide_loads=True)
 
 
-def _k_warps_config(shape: ExpertsShape) -> GemmConfig:
+def _k_warps_config(shape: ExpertsShape, target: Target) -> GemmConfig:
     """Choose tiles whose channels are shared by warps, for mma.sync."""
-    grouped = shape.tokens > 1
     block_m = 8 if shape.pairs_per_expert <= _MAX_PAIRS_OF_EIGHT else 16
+    blocks = min(shape.pairs, shape.experts)
 
-    def tile(rows: int, width: int, down: GemmConfig | None = None) -> GemmConfig:
-        warps = math.gcd(width // 128, 4)
-        adjacent = shape.pairs * shape.experts <= _MAX_COMPARISONS
+    def tile(rows: int, warps: int, width: int, down: GemmConfig | None = None) -> GemmConfig:
+        warps = math.gcd(width // 128, warps)
         return GemmConfig(
-            True, grouped, block_m, rows, 128 * warps, torch.float16, warps, 3,
-            k_warps=warps, adjacent=adjacent, down=down,
+            True, shape.tokens > 1, block_m, rows, 128 * warps, torch.float16, warps, 3,
+            k_warps=warps, adjacent=shape.pairs * shape.experts <= _MAX_COMPARISONS, down=down,
         )  # fmt: skip
 
-    return tile(32, shape.d, tile(32, shape.inner))
+    waves = blocks * shape.inner // 32 / target.sm_count
+    up = next(chosen for most, *chosen in _K_WARPS_TILES if waves <= most)
+    return tile(*up, shape.d, tile(64, 2, shape.inner))
 
 
 # --- grouping of pairs, and elementwise kernels --------------------------------------------------
