@@ -1,10 +1,10 @@
 """Time MXFP4 experts and FP8 products of few tokens in every tile that configs for mma.sync choose.
 
-``python -m crossrun.ptx sm_80 python -m lab.mma_tiles rows.jsonl [CASE ...]`` does so for an older
-target; a case is "products", "products of many" or a key of EXPERTS, and without any all are timed.
-A row names a tile by its rows of the weight, warps that share K (0 if they share the rows) and
-stages; ``share_of_copy`` is the bytes of visited weights over the time, as a share of the measured
-copy rate.
+``python -m crossrun.ptx sm_80 python -m lab.mma_tiles [--search] rows.jsonl [CASE ...]`` does so
+for an older target; a case is "products", "products of many" or a key of EXPERTS. ``us`` is the
+time in the chosen tile, ``us_rows_shared`` that of warps that share a tile's rows instead of K, and
+``share_of_copy`` the bytes of visited weights over ``us``, as a share of the measured copy rate.
+With ``--search`` all tiles are timed: rows of the weight, warps that share K, and stages.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ _MANY_CTAS = (128, 256, 512)
 _DOWN: Tile = (32, 4, 3)
 _MOST_PAIRS = 12
 _REPETITIONS = 8
+_SEARCH = "--search"
 _PRODUCTS, _MANY = "products", "products of many"
 _FORMATS = ExpertFormats(torch.bfloat16, "mxfp4", torch.uint8, True)
 
@@ -172,7 +173,9 @@ def by_torch(call: Any) -> torch.Tensor:
     return call.func(*call.args, **call.keywords | {"backend": "torch"}).double()
 
 
-def measured_experts(labels: list[str], target: Target, clock: Any) -> Iterator[dict[str, Any]]:
+def measured_experts(
+    labels: list[str], target: Target, clock: Any, search: bool
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each shape of experts and number of tokens."""
     for label, sizes in ((label, EXPERTS[label]) for label in labels):
         weights = random_experts(sizes.experts, sizes.d, sizes.inner, clock.device)
@@ -182,37 +185,43 @@ def measured_experts(labels: list[str], target: Target, clock: Any) -> Iterator[
                 continue
             made, visited = expert_calls(shape, weights, clock)
             chosen = moe_config.choose_config(shape, _FORMATS, target)
-            ups, rows = up_configs(shape), rows_config(shape, target)
-            ahead = [*ups.values(), *down_configs(shape, _DOWN, 8).values(), rows, chosen]
-            compile_ahead(made[0], moe_launch, "choose_config", ahead)
+            rows = rows_config(shape, target)
+            compile_ahead(made[0], moe_launch, "choose_config", [rows, chosen])
             time = functools.partial(timed, made, moe_launch, "choose_config", clock=clock)
-            by_up = {key: time(config=config) for key, config in ups.items()}
-            up, block_m = fastest(by_up)
-            downs = down_configs(shape, up, block_m)
-            by_down = {key: time(config=config) for key, config in downs.items()}
-            down = fastest(by_down)
-            us, config = by_down[down], downs[down]
+            us, before = time(config=chosen), time(config=rows)
             assert us is not None
-            other = dataclasses.replace(config, adjacent=not config.adjacent)
             moved = visited * 3 * shape.inner * shape.d * 17 // 32
-            with mock.patch.object(moe_launch, "choose_config", return_value=config):
-                kernels = clock.kernel_times(made[0])
-                got = made[0]().double()
             row: dict[str, Any] = {
                 "part": "experts tile", "case": label, "tokens": tokens, "visited_experts": visited,
-                "us_rows_shared": time(config=rows), "us_chosen": time(config=chosen), "us": us,
-                "up": up, "down": down, "block_m": block_m, "adjacent": config.adjacent,
-                "us_other_blocks": time(config=other) if tokens > 1 else None,
+                "us_rows_shared": before, "us": us,
                 "bytes_us": moved / clock.copy_bandwidth() * 1e6,
                 "share_of_copy": moved / us * 1e6 / clock.copy_bandwidth(),
-                "us_by_up": {str(key): value for key, value in by_up.items()},
-                "us_by_down": {str(key): value for key, value in by_down.items()},
-                "kernels_us": [(name[:40], taken) for name, taken in kernels],
+                "kernels_us": [(name[:40], taken) for name, taken in clock.kernel_times(made[0])],
             }  # fmt: skip
             if tokens <= 8 or shape.experts <= 48:
-                want = by_torch(made[0])
+                got, want = made[0]().double(), by_torch(made[0])
                 row["error"] = float((got - want).norm() / want.norm())
-            yield row
+            yield row | (searched(shape, made[0], time) if search else {})
+
+
+def searched(shape: ExpertsShape, call: Any, time: Callable[..., float | None]) -> dict[str, Any]:
+    """Return the times of all tiles of w1 and w3, then of w2 beside the best of them."""
+    ups = up_configs(shape)
+    ahead = [*ups.values(), *down_configs(shape, _DOWN, 8).values()]
+    compile_ahead(call, moe_launch, "choose_config", ahead)
+    by_up = {key: time(config=config) for key, config in ups.items()}
+    up, block_m = fastest(by_up)
+    downs = down_configs(shape, up, block_m)
+    by_down = {key: time(config=config) for key, config in downs.items()}
+    down = fastest(by_down)
+    other = dataclasses.replace(downs[down], adjacent=not downs[down].adjacent)
+    return {
+        "us_best": by_down[down], "up": up, "down": down, "block_m": block_m,
+        "adjacent": downs[down].adjacent,
+        "us_other_blocks": time(config=other) if shape.tokens > 1 else None,
+        "us_by_up": {str(key): value for key, value in by_up.items()},
+        "us_by_down": {str(key): value for key, value in by_down.items()},
+    }  # fmt: skip
 
 
 def product_calls(n: int, k: int, tokens: int, clock: Any) -> Calls:
@@ -241,7 +250,7 @@ def product_config(shape: GemmShape, tile: Tile) -> TritonConfig:
     return TritonConfig(True, torch.float16, size, shape.k, k_warps=warps)
 
 
-def measured_products(target: Target, clock: Any) -> Iterator[dict[str, Any]]:
+def measured_products(target: Target, clock: Any, search: bool) -> Iterator[dict[str, Any]]:
     """Yield a row for each product and number of tokens."""
     for n, k in PRODUCTS:
         for tokens in PRODUCT_TOKENS:
@@ -252,26 +261,28 @@ def measured_products(target: Target, clock: Any) -> Iterator[dict[str, Any]]:
                 x_dtype=torch.bfloat16, quantized=True,
             )  # fmt: skip
             with mock.patch.object(linear_config, "_takes_k_warps", return_value=False):
-                rows = choose()
+                rows = dataclasses.replace(choose(), by_words=False)
             chosen, name = choose(), "choose_triton_config"
-            configs = {tile: product_config(shape, tile) for tile in _TILES}
+            tiles = _TILES if search else ()
+            configs = {tile: product_config(shape, tile) for tile in tiles}
             compile_ahead(made[0], linear_launch, name, [*configs.values(), rows, chosen])
             time = functools.partial(timed, made, linear_launch, name, clock=clock)
-            taken = {tile: time(config=config) for tile, config in configs.items()}
-            tile = fastest(taken)
-            us = taken[tile]
+            us = time(config=chosen)
             assert us is not None
-            with mock.patch.object(linear_launch, name, return_value=configs[tile]):
-                got = made[0]().double()
-            want = by_torch(made[0])
-            yield {
+            got, want = made[0]().double(), by_torch(made[0])
+            row: dict[str, Any] = {
                 "part": "product tile", "n": n, "k": k, "tokens": tokens,
-                "us_rows_shared": time(config=rows), "us_chosen": time(config=chosen), "us": us,
-                "tile": tile, "bytes_us": n * k / clock.copy_bandwidth() * 1e6,
+                "us_rows_shared": time(config=rows), "us": us,
+                "bytes_us": n * k / clock.copy_bandwidth() * 1e6,
                 "share_of_copy": n * k / us * 1e6 / clock.copy_bandwidth(),
-                "us_by_tile": {str(key): value for key, value in taken.items()},
                 "error": float((got - want).norm() / want.norm()),
             }  # fmt: skip
+            if search:
+                taken = {tile: time(config=config) for tile, config in configs.items()}
+                best = fastest(taken)
+                by_tile = {str(key): value for key, value in taken.items()}
+                row |= {"us_best": taken[best], "tile": best, "us_by_tile": by_tile}
+            yield row
 
 
 def measured_many(clock: Any) -> Iterator[dict[str, Any]]:
@@ -319,20 +330,19 @@ def many_split(shape: GemmShape, tile: TileConfig, ctas: int) -> int:
     return -(-shape.k // splits // 128) * 128
 
 
-def main(path: Path, cases: list[str]) -> None:
+def main(path: Path, cases: list[str], search: bool) -> None:
     """Append the rows of this device to a file, and print a line for each."""
     clock = gpu_clock()
     target = target_of(clock.device)
     facts = environment("python -m lab.mma_tiles") | device_facts()
-    shown = ("case", "n", "k", "tokens", "us_rows_shared", "us_by_bits",
-             "us_by_words", "us_chosen", "us", "tile", "up", "down",
-             "block_m", "us_other_blocks", "bytes_us", "share_of_copy", "error")  # fmt: skip
+    shown = ("case", "n", "k", "tokens", "us_rows_shared", "us_by_bits", "us_by_words", "us",
+             "us_best", "tile", "up", "down", "bytes_us", "share_of_copy", "error")  # fmt: skip
     append_lines(path, [{"part": "copy", "tb_per_s": clock.copy_bandwidth() / 1e12} | facts])
-    rows = measured_experts([case for case in cases if case in EXPERTS], target, clock)
+    rows = measured_experts([case for case in cases if case in EXPERTS], target, clock, search)
     if _MANY in cases:
         rows = itertools.chain(measured_many(clock), rows)
     if _PRODUCTS in cases:
-        rows = itertools.chain(measured_products(target, clock), rows)
+        rows = itertools.chain(measured_products(target, clock, search), rows)
     for row in rows:
         short = {name: _short(value) for name, value in row.items()}
         append_lines(path, [short | facts])
@@ -349,4 +359,5 @@ def _short(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or [_PRODUCTS, _MANY, *EXPERTS])
+    given = [word for word in sys.argv[1:] if word != _SEARCH]
+    main(Path(given[0]), given[1:] or [_PRODUCTS, *EXPERTS], _SEARCH in sys.argv)

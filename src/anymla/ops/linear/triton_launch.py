@@ -224,7 +224,8 @@ def launch_gemm(
         gemm_kernel[grid](
             x, x_scales, w, scales, factor, result, tokens, n, k, groups, config.split_k,
             groups * k, groups * triton.cdiv(k, block), *strides,
-            CODED=x_scales is not None, BY_WORDS=config.by_words, num_stages=tile.num_stages, **options,
+            CODED=x_scales is not None, BY_WORDS=config.by_words, num_stages=tile.num_stages,
+            **options,
         )  # fmt: skip
     if splits > 1:
         count = out.numel()
