@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 
@@ -57,20 +58,29 @@ def test_steps_take_every_config_on_hopper(model: str, ranks: int) -> None:
     assert configs(STEPS) == configs(step_tokens(MODELS[model], count))
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "gfx1151"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "gfx942", "gfx1151"])
 @pytest.mark.parametrize("model", MODELS)
-def test_steps_of_few_experts_take_every_config_of_triton(model: str, target: str) -> None:
-    sized = MODELS[model]
+def test_built_steps_take_every_config_of_triton(model: str, target: str) -> None:
+    sized, whole = MODELS[model], MODELS[model](1)
 
-    def configs(count: int, steps: Iterable[int], formats: ExpertFormats) -> set[object]:
-        return {choose_config(sized(tokens, count), formats, TARGETS[target]) for tokens in steps}
+    def configs(
+        count: int, steps: Iterable[int], formats: ExpertFormats, parts: int = 1
+    ) -> set[object]:
+        shapes = (sized(tokens, count) for tokens in steps)
+        shares = (dataclasses.replace(each, inner=each.inner // parts) for each in shapes)
+        return {choose_config(each, formats, TARGETS[target]) for each in shares}
 
-    fewest = sized(1).experts // RANKS[-1]
+    fewest = whole.experts // RANKS[-1]
+    # Ranks that have some channels of every expert, as builds have them.
+    parts = [ranks for ranks in RANKS[1:] if whole.inner % (ranks * 256) == 0]
     for x, quantized in ((torch.bfloat16, True), (torch.float32, False)):
         formats = ExpertFormats(x, "mxfp4", torch.uint8, quantized)
         taken = configs(fewest, step_tokens(sized, fewest), formats)
+        for part in parts:
+            taken |= configs(whole.experts, step_tokens(sized, whole.experts), formats, part)
+            assert configs(whole.experts, STEPS, formats, part) <= taken
         for ranks in RANKS:
-            assert configs(sized(1).experts // ranks, STEPS, formats) <= taken
+            assert configs(whole.experts // ranks, STEPS, formats) <= taken
 
 
 def test_steps_take_every_config_of_routers() -> None:
