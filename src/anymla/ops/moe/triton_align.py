@@ -133,8 +133,8 @@ def _quantize(
     start = (row * width + (block - row * row_blocks) * WIDTH)[:, None]
     inside = (row < rows)[:, None]
     CODED: tl.constexpr = operands.dtype.element_ty == tl.uint8
-    channel = channel_at(place, 1 if CODED else 2, PAIRS)
-    value = tl.load(x + start + channel[None, :], inside, other=0.0)
+    BYTES: tl.constexpr = 1 if CODED else 2
+    value = tl.load(x + start + channel_at(place, BYTES, PAIRS)[None, :], inside, other=0.0)
     codes, scale = quantize_blocks(value.to(tl.float32), FLOOR, NATIVE)
     tl.store(scales + block, scale, row < rows)
     operand = codes if CODED else e4m3_to_fp16(codes, NATIVE)
