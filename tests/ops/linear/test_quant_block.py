@@ -12,7 +12,7 @@ from anymla.formats.fp8_block import (
 from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.ue8m0 import decode_ue8m0
 from anymla.ops._gemm_config import TileConfig
-from anymla.ops.device import INTERPRETED, has_triton
+from anymla.ops.device import INTERPRETED, has_triton, target_of
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear, support
 from anymla.ops.linear.config import TritonConfig
 from anymla.ops.moe import config, experts
@@ -193,6 +193,9 @@ def test_experts_of_swapped_operands(weight_format, operand, wide, k_warps, toke
     """The configs of other targets, which the interpreter's are not."""
     from anymla.ops.moe import triton_grouped_gemm, triton_launch
 
+    unknown = DEVICE == "cuda" and not target_of(torch.device(DEVICE, 0)).dot_e4m3
+    if operand == torch.float8_e4m3fn and unknown:
+        pytest.skip("this GPU has no products of e4m3")
     call = _experts_call(weight_format, tokens, 256, 256)
     want = experts(**call, backend="reference")
     block_k = 256 if wide and operand == torch.float8_e4m3fn else 128

@@ -28,7 +28,7 @@ from anymla.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from anymla.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops import _check, registry
-from anymla.ops.device import TARGETS, XPU, has_triton, numba_problem
+from anymla.ops.device import TARGETS, XPU, has_triton, numba_problem, target_of
 from anymla.ops.moe import config, experts, route_biased, route_hash, swiglu, torch_experts
 from anymla.ops.moe.config import (
     choose_config,
@@ -536,10 +536,23 @@ OPERANDS = {
 }
 
 
+def of_one_tensor(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, each list of them being slices of one tensor."""
+    return {
+        name: list(torch.stack(value)) if isinstance(value, list) and value else value
+        for name, value in arguments.items()
+    }
+
+
 def with_swap_ab(
-    x: Tensor, ids: Tensor, weights: Tensor, arguments: dict[str, Any], operand: str
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    arguments: dict[str, Any],
+    operand: str,
+    strided: bool,
 ) -> Tensor:
-    """Experts by a config of another target or size, which the interpreter's would not be."""
+    """Experts by a config of another target or size, which the machine's would not be."""
     from anymla.ops.moe import triton_grouped_gemm, triton_launch
 
     wide, grouped = operand == "wide loads", len(x) > 1
@@ -552,13 +565,20 @@ def with_swap_ab(
         forced = dataclasses.replace(
             down, block_n=32, k_warps=of_row[0], adjacent=operand.endswith("adjacent"), down=down
         )
+    machine = a_device() if torch.cuda.is_available() else torch.device("cpu")
+    unknown = machine.type == "cuda" and not target_of(machine).dot_e4m3
+    if OPERANDS[operand] == torch.float8_e4m3fn and unknown:
+        pytest.skip("this GPU has no products of e4m3")
+    arguments = moved_to(machine, arguments)
+    if strided:
+        arguments = of_one_tensor(arguments)
     names = ("w1", "w3", "w2", "s1", "s3", "s2")
     tensors = [ExpertTensors(arguments[name]) for name in names]
     rest = {name: value for name, value in arguments.items() if name not in names}
     return triton_launch.run_experts(
         lambda inputs, results: triton_grouped_gemm.grouped_gemm(inputs, results, forced),
-        x, ids, weights, tensors, **rest, shared=None,
-    )  # fmt: skip
+        x.to(machine), ids.to(machine), weights.to(machine), tensors, **rest, shared=None,
+    ).cpu()  # fmt: skip
 
 
 @no_triton
@@ -593,10 +613,7 @@ def test_kernels_take_tables_and_strides(
     bank = Bank(weight_format, 5, dtype, d, inner)
     arguments = {**bank.arguments(), "quantize_activations": weight_format != "plain"}
     if strided:
-        arguments = {
-            name: list(torch.stack(value)) if isinstance(value, list) and value else value
-            for name, value in arguments.items()
-        }
+        arguments = of_one_tensor(arguments)
     ids = torch.randint(-1, 7, (tokens, 3), dtype=torch.int32)
     ids[ids == 3] = 2
     ids[0], ids[1] = 4, torch.tensor([-(2**31), 2**31 - 1, 9], dtype=torch.int32)
@@ -604,7 +621,7 @@ def test_kernels_take_tables_and_strides(
     arguments["expert_offset"] = 1
     assert experts.supports(x, ids, weights, **arguments, backend="triton")
     if swap_ab:
-        got = with_swap_ab(x, ids, weights, arguments, swap_ab)
+        got = with_swap_ab(x, ids, weights, arguments, swap_ab, strided)
     else:
         got = experts(x, ids, weights, **arguments, backend="triton")
     want = experts(x, ids, weights, **arguments, backend="reference")
