@@ -454,8 +454,8 @@ def _k_warps_config(shape: ExpertsShape, target: Target) -> GemmConfig:
         )  # fmt: skip
 
     waves = blocks * shape.inner // 32 / target.sm_count
-    up = next(chosen for most, *chosen in _K_WARPS_TILES if waves <= most)
-    return tile(*up, shape.d, tile(64, 2, shape.inner))
+    rows, warps = next((rows, warps) for most, rows, warps in _K_WARPS_TILES if waves <= most)
+    return tile(rows, warps, shape.d, tile(64, 2, shape.inner))
 
 
 # --- grouping of pairs, and elementwise kernels --------------------------------------------------
