@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import anymla.engines.transformers  # noqa: F401
 from anymla.model.tokenizer import Tokenizer
@@ -46,8 +46,12 @@ def main() -> None:
     if not len(pieces):
         raise SystemExit(f"{len(ids)} tokens of text are less than two sequences of {length}")
 
+    settings = AutoConfig.from_pretrained(options.checkpoint)
+    if options.dense and getattr(settings, "quantization_config", None):
+        settings.quantization_config["dequantize"] = True
     model = AutoModelForCausalLM.from_pretrained(
         options.checkpoint,
+        config=settings,
         dtype=torch.bfloat16 if options.gpu else torch.float32,
         attn_implementation="anymla",
     )
@@ -84,6 +88,9 @@ def parse() -> argparse.Namespace:
         "--text", type=Path, nargs="+", default=sorted((ROOT / "docs").glob("*.md"))
     )
     parser.add_argument("--gpu", action="store_true", help="bfloat16 on a GPU, 32768 tokens")
+    parser.add_argument(
+        "--dense", action="store_true", help="FP8 weights in bfloat16, without FP8 kernels of a hub"
+    )
     parser.add_argument("--tokens", type=int, help="tokens in a sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences in a step")
     parser.add_argument("--steps", type=int, default=16)
