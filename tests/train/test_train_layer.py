@@ -1,19 +1,15 @@
 """The attention layer: gradients against transformers, outputs against the engine."""
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
+from served_layers import scored, weights_of
 
-from anymla.layers.attention import AttentionLayer
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import LayerSpec
 from anymla.model.load import load_model
-from anymla.runtime.engine import Engine
-from anymla.runtime.options import EngineOptions
-from anymla.runtime.request import Request
 from anymla.train import Attention, Plan
 from anymla.train.layer import Sizes
 
@@ -175,54 +171,15 @@ def test_indexer_and_model_learn_from_their_own_losses_only(stage):
         assert grad.any(), name
 
 
-def test_what_is_not_v4_or_not_the_plans_is_refused():
+def test_what_is_not_the_plans_is_refused():
     layer = layer_of(spec_of(4))
     with pytest.raises(ValueError, match="plan must have ratio 4, window 128, got ratio 128"):
         layer(torch.randn(8, SIZES.hidden_size), Plan([0, 8], 128))
-    shared = LayerSpec(
-        index=3, role="backbone", ratio=2, overlap=False, selects=True, window=128,
-        selection_width=8, latent_keys=True,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"layer 3 must be one of DeepSeek-V4, got V4\.1"):
-        layer_of(shared)
 
 
 @pytest.fixture(scope="module")
 def model():
     return load_model(CHECKPOINT, dtype=torch.float32, progress=False)
-
-
-def weights_of(layer):
-    """Dense float32 weights of an engine's layer, under their names in a checkpoint."""
-
-    def dense(packed):
-        return packed.dense(torch.float32)
-
-    def pooled(prefix, compressor):
-        wkv, wgate = compressor.kv_gate.float().chunk(2)
-        return {
-            f"{prefix}compressor.wkv.weight": wkv, f"{prefix}compressor.wgate.weight": wgate,
-            f"{prefix}compressor.ape": compressor.ape,
-            f"{prefix}compressor.norm.weight": compressor.norm,
-        }  # fmt: skip
-
-    out = {
-        "wq_a.weight": dense(layer.wq_a_wkv.first.packed),
-        "wkv.weight": dense(layer.wq_a_wkv.second.packed),
-        "wq_b.weight": dense(layer.wq_b.packed),
-        "wo_a.weight": dense(layer.output.wo_a),
-        "wo_b.weight": dense(layer.output.wo_b.packed),
-        "q_norm.weight": layer.q_norm,
-        "kv_norm.weight": layer.kv_norm,
-        "attn_sink": layer.heads.sink,
-    }
-    if layer.compressor is not None:
-        out |= pooled("", layer.compressor)
-    if layer.indexer is not None:
-        out |= pooled("indexer.", layer.indexer.compressor)
-        out["indexer.wq_b.weight"] = dense(layer.indexer.wq_b.packed)
-        out["indexer.weights_proj.weight"] = dense(layer.indexer.weights_proj.packed)
-    return out
 
 
 @pytest.mark.parametrize("kv_cache", ["fp8", "nvfp4", "fp8-mxfp4-index", "bf16", "fp32"])
@@ -231,26 +188,12 @@ def test_outputs_are_those_of_an_engine_that_scores_the_sequence(model, kv_cache
 
     Prompts attend from a workspace here, as on GPUs; by slots, sums are in another order.
     """
-    seen = []
-    forward = AttentionLayer.forward
-
-    def kept(layer, x, *rest):
-        x = x.clone()
-        seen.append((layer, x, forward(layer, x, *rest)))
-        return seen[-1][2]
-
-    monkeypatch.setattr(AttentionLayer, "forward", kept)
-    length = 300
-    tokens = tuple(random.Random(0).choices(range(3, 200), k=length))
-    engine = Engine(model, EngineOptions(kv_cache=kv_cache, max_requests=1, max_seq_len=length + 1))
-    engine._planner.chunks = True
-    with torch.no_grad():
-        engine.run([Request("a", tokens, 0, prompt_logprobs=True)])
+    seen = scored(model, kv_cache, 300, monkeypatch)
     assert [layer.spec.ratio for layer, _, _ in seen] == [0, 4, 128, 4]
     for served, x, out in seen:
         spec = served.spec
         layer = Attention(spec, Sizes.of(model.config), served.rope, CACHE_FORMATS[kv_cache])
         layer.load_state_dict(weights_of(served))
         with torch.no_grad():  # an engine's tables are inference tensors
-            got = layer(x, Plan([0, length], spec.ratio, spec.window)).out
+            got = layer(x, Plan([0, 300], spec.ratio, spec.window)).out
         assert torch.equal(got, out), spec.index

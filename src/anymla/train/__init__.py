@@ -10,7 +10,7 @@ from anymla.train.hyper_connection import (
     hyper_pre,
 )
 from anymla.train.indexer import index_loss, select_entries
-from anymla.train.layer import Attended, Attention
+from anymla.train.layer import Attended, Attention, Shared
 from anymla.train.norm_rope import rms_norm, rope
 from anymla.train.plan import Plan
 from anymla.train.projection import grouped_projection
@@ -20,6 +20,7 @@ __all__ = [
     "Attended",
     "Attention",
     "Plan",
+    "Shared",
     "attention",
     "compress",
     "grouped_projection",

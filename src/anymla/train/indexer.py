@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, get_layout
+from anymla.layers.selection import TwoLevels
+from anymla.layers.selection import select_entries as layers_select
 from anymla.ops.indexer import indexer_q_rope_quant, select_topk
 from anymla.ops.indexer.interface import SCRATCH_BYTES
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
@@ -39,6 +41,7 @@ def select_entries(
     positions: Tensor | None = None,
     quantize: bool = True,
     hadamard: bool = False,
+    levels: TwoLevels | None = None,
 ) -> Tensor:
     """Select the best entries of every token by the operations that select when serving.
 
@@ -53,6 +56,8 @@ def select_entries(
         positions: positions that queries are rotated by, [T] int64; None for the plan's.
         quantize: True to quantise queries as the keys are.
         hadamard: True to transform MXFP4 queries and keys first.
+        levels: blocks of entries that are kept for later layers, or selected within; None for
+            neither.
 
     Returns:
         Entries of each token's sequence, ascending, then -1: [T, width] int32, as ``attention``
@@ -80,8 +85,20 @@ def select_entries(
     quantize_and_insert_k_cache(keys, cache, slot, layout=layout)
     column = torch.arange(max(1, -(-plan.most_entries // _PAGE)), device=ik.device)
     table = torch.where(column < pages.unsqueeze(1), first.unsqueeze(1) + column, -1).int()
+    visible = plan.ranges[:, 3].contiguous()
+    if levels is not None:
+        lengths = plan.lengths
+        if lengths is None:  # each token for itself
+            table = table.index_select(0, plan.sequence.clamp(max=len(table) - 1))
+            lengths = (1,) * plan.tokens
+        selected = torch.full((plan.tokens, width), -1, dtype=torch.int32, device=ik.device)
+        return layers_select(
+            queries, scales if scales.numel() else None, shares, visible, cache, table,
+            query_lens=lengths, num_decodes=0, max_context=plan.most_entries, layout=layout,
+            out=selected, levels=levels,
+        )  # fmt: skip
     return select_topk(
-        queries, cache, shares, plan.ranges[:, 3].contiguous(), table, width,
+        queries, cache, shares, visible, table, width,
         max_context=plan.most_entries, token_to_req=plan.sequence, layout=layout,
         q_scales=scales if scales.numel() else None,
         scratch_bytes=max(SCRATCH_BYTES, 8 * plan.most_entries),

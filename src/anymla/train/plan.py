@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anymla.train.windows import Windows
+
 
 class Plan:
     """Sequences packed side by side, and what their tokens see in layers of one ratio.
@@ -32,6 +34,8 @@ class Plan:
         ranges: rows of the window and entries that each token sees, [T, 4] int32, as
             ``ops.attention.prefill_attention`` takes them over T rows and then E entries. Tokens
             of no sequence see nothing.
+        windows: tokens that each entry is pooled from; None for ratio 0.
+        lengths: lengths of the sequences if they were given on the host, else None.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Plan:
         if ratio < 0 or window < 1:
             raise ValueError(f"Plan: ratio must be at least 0 and window 1, got {ratio}, {window}")
         exact: int | None = None
+        self.lengths: tuple[int, ...] | None = None
         if starts.is_cpu and not torch.compiler.is_compiling():
             ends: list[int] = starts.tolist()
             lengths = [end - start for start, end in itertools.pairwise(ends)]
@@ -79,6 +84,7 @@ class Plan:
             if ends[-1] > tokens:
                 raise ValueError(f"Plan: cu_seqlens must end by tokens={tokens}, got {ends[-1]}")
             longest = max(lengths, default=0)
+            self.lengths = tuple(lengths)
             exact = sum(length // ratio for length in lengths) if ratio else 0
         if tokens is None:
             raise ValueError("Plan: tokens must be given with cu_seqlens on a device")
@@ -106,3 +112,4 @@ class Plan:
         self.cu_seqlens, self.cu_entries = starts.int(), entry_starts.int()
         self.sequence, self.positions = sequence.int(), positions.int()
         self.ranges = ranges.int()
+        self.windows = Windows.of(self) if ratio else None

@@ -14,6 +14,7 @@ from anymla.ops.kv_cache import dequant_gather_slots, quantize_and_insert_k_cach
 from anymla.ops.norm_rope import qnorm_rope_kv_insert, rope
 from anymla.ops.registry import wide_dtype
 from anymla.train.norm_rope import plain_norm_grad
+from anymla.train.norm_rope import rope as rotate
 
 # Rows of a page; kernels are compiled for it.
 _PAGE = 64
@@ -44,7 +45,14 @@ def round_rows(
 
 
 def heads_and_rows(
-    q: Tensor, kv: Tensor, positions: Tensor, rope: Tensor, *, eps: float, layout: str
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    *,
+    eps: float,
+    layout: str,
+    norms: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate query heads; rotate key-value rows and round them as the cache does.
 
@@ -57,11 +65,15 @@ def heads_and_rows(
         rope: rotary table, [L, R] float32 (or float64).
         eps: number added to the mean square of a head.
         layout: identifier of the window cache's layout.
+        norms: False for heads that are rotated only, as V4.1's.
 
     Returns:
         Query heads [T, H, D] and rows [T, D], of q's dtype. Gradients reach q and kv, the latter
         straight through the rounding.
     """
+    if not norms:
+        rows = rotate(kv.unsqueeze(1), positions, rope).squeeze(1)
+        return rotate(q, positions, rope), round_rows(rows, layout, dtype=q.dtype)
     return _HeadsAndRows.apply(q, kv, positions, rope, eps, layout)  # type: ignore[no-untyped-call]
 
 

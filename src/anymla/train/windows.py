@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from anymla.train.plan import Plan
-
-_KEPT: weakref.WeakKeyDictionary[Plan, Windows] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from anymla.train.plan import Plan
 
 
 def windows_of(plan: Plan) -> Windows:
-    """Return the windows of a plan, numbered once for all layers that share it."""
-    found = _KEPT.get(plan)
-    if found is None:
-        found = _KEPT[plan] = Windows.of(plan)
-    return found
+    """Return the windows of a plan.
+
+    Raises:
+        ValueError: the plan's ratio is 0.
+    """
+    if plan.windows is None:
+        raise ValueError("compress: the plan must have a ratio, got 0")
+    return plan.windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +58,14 @@ class Windows:
 
     @classmethod
     def of(cls, plan: Plan) -> Windows:
-        """Number the windows of a plan's sequences.
-
-        Raises:
-            ValueError: the plan's ratio is 0.
-        """
+        """Number the windows of the sequences of a plan that has a ratio."""
         ratio, tokens, most = plan.ratio, plan.tokens, plan.num_entries
-        if not ratio:
-            raise ValueError("compress: the plan must have a ratio, got 0")
         token = torch.arange(tokens, device=plan.positions.device)
         position, before = plan.positions.long(), plan.cu_entries.long()
         counts = before.diff()
-        inside = plan.sequence < len(counts)
-        known = plan.sequence.clamp(max=max(len(counts) - 1, 0))
-        whole = inside & (position // ratio < counts.index_select(0, known))
-        slot = torch.where(whole, before.index_select(0, known) * ratio + position, -1)
+        closed = torch.cat((counts, torch.zeros_like(before[:1])))  # none by tokens of no sequence
+        whole = position // ratio < closed.index_select(0, plan.sequence)
+        slot = torch.where(whole, before.index_select(0, plan.sequence) * ratio + position, -1)
         closes = whole & ((position + 1) % ratio == 0)
         number = torch.arange(most, device=token.device)
         table = torch.where(number < counts.unsqueeze(1), before[:-1].unsqueeze(1) + number, -1)

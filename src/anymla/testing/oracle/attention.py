@@ -222,7 +222,7 @@ class AttentionOracle:
             scores = (q[tokens].flatten(0, 1) @ keys.T).unflatten(0, (-1, q.shape[1]))
             scores = scores * self.config.head_dim**-0.5
             scores = scores.masked_fill_(~mask.unsqueeze(1), -torch.inf)
-            largest = scores.amax(-1, keepdim=True)
+            largest = scores.detach().amax(-1, keepdim=True)  # a constant to gradients
             weight = scores.sub_(largest).exp_()
             total = weight.sum(-1, keepdim=True) + (sink.view(-1, 1) - largest).exp()
             mixed = weight.flatten(0, 1) @ keys
