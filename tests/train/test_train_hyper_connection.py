@@ -155,5 +155,5 @@ def test_equal_streams_in_shared_memory_and_no_tokens():
 def test_a_second_derivative_is_refused():
     inputs = leaves((5, 8), (5, 4, 8), (5, 4), (5, 4, 4))
     (g,) = torch.autograd.grad(hyper_post(*inputs).square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="no autograd formula"):
         g.sum().backward()

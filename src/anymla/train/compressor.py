@@ -7,17 +7,16 @@ channels of an entry, W = D or, with overlapping windows, 2 D.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from anymla.formats.page_layout import LAYOUT_IDS, get_layout
 from anymla.ops.compressor import compress_norm, compress_norm_rope_insert, save_partial_states
 from anymla.ops.norm_rope import rope as rotate
 from anymla.train.norm_rope import rms_norm_grad
+from anymla.train.operator import Gradients, differentiable
 from anymla.train.plan import Plan
 from anymla.train.windows import Windows, windows_of
 
@@ -75,27 +74,26 @@ def compress(
         )
     if kv.shape[1] not in (len(weight), 2 * len(weight)):
         raise ValueError(f"compress: kv must be [T, D] or [T, 2 D], D = {len(weight)}")
-    options = _Options(windows_of(plan), eps, rope, positions)
-    entries: Tensor = _Compress.apply(kv, gate, ape, weight, options)  # type: ignore[no-untyped-call]
+    windows = windows_of(plan).tensors()
+    entries: Tensor = _pooled_entries(kv, gate, ape, weight, windows, eps, rope, positions)
     return entries
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """Arguments of ``compress`` that have no gradient."""
-
-    windows: Windows
-    eps: float
-    rope: Tensor | None
-    positions: Tensor | None
-
-
-def _entries(kv: Tensor, gate: Tensor, ape: Tensor, weight: Tensor, options: _Options) -> Tensor:
+def _compress(
+    kv: Tensor,
+    gate: Tensor,
+    ape: Tensor,
+    weight: Tensor,
+    numbered: list[Tensor],
+    eps: float,
+    rope: Tensor | None,
+    positions: Tensor | None,
+) -> Tensor:
     """Run a step of the serving compressor on fresh states, a page of states for each window."""
-    windows, width = options.windows, len(weight)
+    windows, width = Windows(len(ape), *numbered), len(weight)
     count = len(windows.whole)
     layout = f"rows_fp32_{width}"
-    stores = options.positions is None and kv.dtype == torch.float32 and layout in LAYOUT_IDS
+    stores = positions is None and kv.dtype == torch.float32 and layout in LAYOUT_IDS
     out = kv.new_zeros(-(-count // _PAGE) * _PAGE, width)
     if not count:
         return out
@@ -105,70 +103,68 @@ def _entries(kv: Tensor, gate: Tensor, ape: Tensor, weight: Tensor, options: _Op
     )
     step = state, windows.table, windows.slot, windows.sequence, windows.position, weight
     window: dict[str, Any] = {"compress_ratio": windows.ratio, "overlap": kv.shape[1] != width}
-    if stores and options.rope is not None:
+    if stores and rope is not None:
         cache = out.view(-1, _PAGE, width)
         get_layout(layout).check(cache, "compress", "entries")
-        compress_norm_rope_insert(
-            *step, options.eps, options.rope, cache, windows.entry, layout=layout, **window
-        )
+        compress_norm_rope_insert(*step, eps, rope, cache, windows.entry, layout=layout, **window)
         return out[:count]
     # The closing token of an entry has its row; rows behind the last entry stay zero.
-    closed = compress_norm(*step, options.eps, **window).index_select(0, windows.last)
+    closed = compress_norm(*step, eps, **window).index_select(0, windows.last)
     entries = torch.where(windows.whole.unsqueeze(1), closed, 0)
-    if options.rope is None:
+    if rope is None:
         return entries
-    at = windows.start if options.positions is None else options.positions
-    rotated: Tensor = rotate(entries.unsqueeze(1), at, options.rope)
+    at = windows.start if positions is None else positions
+    rotated: Tensor = rotate(entries.unsqueeze(1), at, rope)
     return rotated.squeeze(1)
 
 
-class _Compress(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, kv: Tensor, gate: Tensor, ape: Tensor, weight: Tensor, options: _Options
-    ) -> Tensor:
-        ctx.save_for_backward(kv, gate, ape, weight)
-        ctx.options = options
-        return _entries(kv, gate, ape, weight, options)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kv, gate, ape, weight = ctx.saved_tensors
-        options: _Options = ctx.options
-        windows, overlap = options.windows, kv.shape[1] != len(weight)
-        if options.rope is not None:
-            at = windows.start if options.positions is None else options.positions
-            dy = rotate(dy.unsqueeze(1), at, options.rope, inverse=True).squeeze(1)
-        dy = torch.where(windows.whole.unsqueeze(1), dy, 0)
-        count, ratio, width = len(dy), windows.ratio, len(weight)
-        # By window. The first half of a token's channels is pooled by the entry after its window's.
-        dkv = kv.new_zeros(count, ratio, kv.shape[1])
-        dgate = torch.zeros_like(dkv)
-        dweight = dy.new_zeros(width)
-        step = max(1, _BLOCK // (2 * ratio * width))
-        for first in range(0, count, step):
-            part = slice(first, min(first + step, count))
-            values, scores = _pooled(kv, gate, ape, windows, part, overlap)
-            p = scores.softmax(1)
-            pooled = (p * values).sum(1)
-            dpooled, more = rms_norm_grad(pooled, weight, options.eps, dy[part])
-            dweight += more
-            dvalues = p * dpooled.unsqueeze(1)
-            dscores = dvalues * (values - pooled.unsqueeze(1))
-            for into, grad in ((dkv, dvalues), (dgate, dscores)):
-                into[part, :, -width:] = grad[:, -ratio:]
-                if overlap:
-                    skip = int(not first)  # no entry precedes the first
-                    into[first + skip - 1 : part.stop - 1, :, :width] = grad[skip:, :ratio]
-        dape = dgate.sum(0)
-        gone = (windows.slot < 0).unsqueeze(1)
-        at = windows.slot.clamp(min=0)
-        dkv, dgate = (
-            x.flatten(0, 1).index_select(0, at).masked_fill_(gone, 0) if count else zeros
-            for x, zeros in ((dkv, torch.zeros_like(kv)), (dgate, torch.zeros_like(gate)))
-        )
-        return dkv, dgate, dape, dweight.to(weight.dtype), None
+def _compress_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    kv: Tensor,
+    gate: Tensor,
+    ape: Tensor,
+    weight: Tensor,
+    numbered: list[Tensor],
+    eps: float,
+    rope: Tensor | None,
+    positions: Tensor | None,
+) -> Gradients:
+    (dy,) = grads
+    windows, overlap = Windows(len(ape), *numbered), kv.shape[1] != len(weight)
+    if rope is not None:
+        at = windows.start if positions is None else positions
+        dy = rotate(dy.unsqueeze(1), at, rope, inverse=True).squeeze(1)
+    dy = torch.where(windows.whole.unsqueeze(1), dy, 0)
+    count, ratio, width = len(dy), windows.ratio, len(weight)
+    # By window. The first half of a token's channels is pooled by the entry after its window's.
+    dkv = kv.new_zeros(count, ratio, kv.shape[1])
+    dgate = torch.zeros_like(dkv)
+    dweight = dy.new_zeros(width)
+    step = max(1, _BLOCK // (2 * ratio * width))
+    for first in range(0, count, step):
+        part = slice(first, min(first + step, count))
+        values, scores = _pooled(kv, gate, ape, windows, part, overlap)
+        p = scores.softmax(1)
+        pooled = (p * values).sum(1)
+        dpooled, more = rms_norm_grad(pooled, weight, eps, dy[part])
+        dweight += more
+        dvalues = p * dpooled.unsqueeze(1)
+        dscores = dvalues * (values - pooled.unsqueeze(1))
+        for into, grad in ((dkv, dvalues), (dgate, dscores)):
+            into[part, :, -width:] = grad[:, -ratio:]
+            if overlap:
+                skip = int(not first)  # no entry precedes the first
+                into[first + skip - 1 : part.stop - 1, :, :width] = grad[skip:, :ratio]
+    dape = dgate.sum(0)
+    gone = (windows.slot < 0).unsqueeze(1)
+    at = windows.slot.clamp(min=0)
+    dkv, dgate = (
+        x.flatten(0, 1).index_select(0, at).masked_fill_(gone, 0) if count else zeros
+        for x, zeros in ((dkv, torch.zeros_like(kv)), (dgate, torch.zeros_like(gate)))
+    )
+    return dkv, dgate, dape, dweight.to(weight.dtype)
 
 
 def _pooled(
@@ -192,3 +188,12 @@ def _pooled(
     follows = windows.follows[part].view(-1, 1, 1)
     older = gathered(windows.tokens.index_select(0, before), slice(width), follows)
     return torch.cat((older[0], own[0]), 1), torch.cat((older[1], own[1]), 1)
+
+
+def _compress_fake(
+    kv: Tensor, gate: Tensor, ape: Tensor, weight: Tensor, numbered: list[Tensor], *_: Any
+) -> Tensor:
+    return kv.new_empty(len(numbered[-1]), len(weight))
+
+
+_pooled_entries = differentiable(_compress, _compress_backward, _compress_fake, learns=4)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from anymla.ops.hyper_connection import hc_collapse_norm, hc_gates, hc_head, hc_post, hc_pre
 from anymla.ops.registry import wide_dtype
 from anymla.train.norm_rope import rms_norm_grad
+from anymla.train.operator import Gradients, differentiable
 
 # Elements of the streams that are differentiated at a time, in float32.
 _CPU_BLOCK = 1 << 22
@@ -54,8 +54,10 @@ def hyper_pre(
     Raises:
         TypeError, ValueError: a dtype or shape differs from the above.
     """
-    options = _Options(norm_eps, hc_eps, iters)
-    return _Pre.apply(h, fn, base, scale, norm_weight, options)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor, Tensor] = _pre(
+        h, fn, base, scale, norm_weight, norm_eps, hc_eps, iters
+    )
+    return found
 
 
 def hyper_gates(
@@ -73,8 +75,8 @@ def hyper_gates(
     For V4.1, whose sublayers read the streams through the gates of the site before. Arguments are
     those of ``hyper_pre``; returns pre [T, N], post [T, N] and comb [T, N, N].
     """
-    options = _Options(norm_eps, hc_eps, iters)
-    return _Gates.apply(h, fn, base, scale, options)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor, Tensor] = _gates(h, fn, base, scale, norm_eps, hc_eps, iters)
+    return found
 
 
 def hyper_collapse(
@@ -91,7 +93,8 @@ def hyper_collapse(
     Returns:
         [T, D] in h's dtype. Gradients reach h, pre and norm_weight.
     """
-    return _Collapse.apply(h, pre, norm_weight, norm_eps)  # type: ignore[no-untyped-call]
+    collapsed: Tensor = _collapse(h, pre, norm_weight, norm_eps)
+    return collapsed
 
 
 def hyper_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -106,7 +109,8 @@ def hyper_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     Returns:
         New streams [T, N, D] in h's dtype. Gradients reach all four arguments.
     """
-    return _Post.apply(u, h, post, comb)  # type: ignore[no-untyped-call]
+    expanded: Tensor = _post(u, h, post, comb)
+    return expanded
 
 
 def hyper_head(
@@ -125,7 +129,8 @@ def hyper_head(
     Returns:
         [T, D] in h's dtype. Gradients reach h, fn, base and scale.
     """
-    return _Head.apply(h, fn, base, scale, _Options(norm_eps, hc_eps, 1))  # type: ignore[no-untyped-call]
+    collapsed: Tensor = _head(h, fn, base, scale, norm_eps, hc_eps)
+    return collapsed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +140,6 @@ class _Options:
     norm_eps: float
     hc_eps: float
     iters: int
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def sinkhorn_grad(logits: Tensor, dcomb: Tensor, *, eps: float, iters: int) -> Tensor:
@@ -271,122 +272,174 @@ def _collapse_grad(
     return pre.unsqueeze(2) * g.unsqueeze(1), dpre, dweight
 
 
-class _Pre(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        h: Tensor,
-        fn: Tensor,
-        base: Tensor,
-        scale: Tensor,
-        norm_weight: Tensor | None,
-        options: _Options,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(h, fn, base, scale, norm_weight)
-        ctx.options = options
-        return hc_pre(h, fn, base, scale, norm_weight=norm_weight, **options.keywords)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dpost: Tensor, dcomb: Tensor) -> tuple[Tensor | None, ...]:
-        h, fn, base, scale, norm_weight = ctx.saved_tensors
-        site = _Site(h, fn, base, scale, ctx.options)
-        dnorm = None if norm_weight is None else torch.zeros_like(norm_weight, dtype=site.wide)
-        for part in site.blocks():
-            site.gates(part)
-            dh, dpre, more = _collapse_grad(
-                h[part], site.pre(), dy[part], norm_weight, ctx.options.norm_eps
-            )
-            if dnorm is not None and more is not None:
-                dnorm += more
-            site.add(part, dpre, dpost[part], dcomb[part], dh)
-        dnorm = None if dnorm is None else dnorm.to(norm_weight.dtype)
-        return *site.gradients(), dnorm, None
+def _hyper_pre(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return hc_pre(
+        h, fn, base, scale, norm_weight=norm_weight, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters
+    )
 
 
-class _Gates(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(h, fn, base, scale)
-        ctx.options = options
-        return hc_gates(h, fn, base, scale, **options.keywords)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dpre: Tensor, dpost: Tensor, dcomb: Tensor) -> tuple[Tensor | None, ...]:
-        h, fn, base, scale = ctx.saved_tensors
-        site = _Site(h, fn, base, scale, ctx.options)
-        for part in site.blocks():
-            site.gates(part)
-            site.add(part, dpre[part], dpost[part], dcomb[part], None)
+def _hyper_pre_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor | None,
+    *constants: Any,
+) -> Gradients:
+    dy, dpost, dcomb = grads
+    options = _Options(*constants)
+    site = _Site(h, fn, base, scale, options)
+    dnorm = None if norm_weight is None else torch.zeros_like(norm_weight, dtype=site.wide)
+    for part in site.blocks():
+        site.gates(part)
+        dh, dpre, more = _collapse_grad(
+            h[part], site.pre(), dy[part], norm_weight, options.norm_eps
+        )
+        if dnorm is not None and more is not None:
+            dnorm += more
+        site.add(part, dpre, dpost[part], dcomb[part], dh)
+    if norm_weight is None or dnorm is None:
         return *site.gradients(), None
+    return *site.gradients(), dnorm.to(norm_weight.dtype)
 
 
-class _Head(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, options: _Options
-    ) -> Tensor:
-        ctx.save_for_backward(h, fn, base, scale)
-        ctx.options = options
-        norm_eps, hc_eps = options.norm_eps, options.hc_eps
-        return hc_head(h, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, fn, base, scale = ctx.saved_tensors
-        site = _Site(h, fn, base, scale, ctx.options)
-        for part in site.blocks():
-            site.gates(part)
-            dh, dpre, _ = _collapse_grad(h[part], site.pre(), dy[part], None, 0.0)
-            site.add(part, dpre, None, None, dh)
-        return *site.gradients(), None
+def _hyper_pre_fake(h: Tensor, fn: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, streams, width = h.shape
+    return (
+        h.new_empty(tokens, width),
+        fn.new_empty(tokens, streams),
+        fn.new_empty(tokens, streams, streams),
+    )
 
 
-class _Collapse(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, pre: Tensor, norm_weight: Tensor | None, norm_eps: float
-    ) -> Tensor:
-        ctx.save_for_backward(h, pre, norm_weight)
-        ctx.norm_eps = norm_eps
-        return hc_collapse_norm(h, pre, norm_weight, norm_eps=norm_eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, pre, norm_weight = ctx.saved_tensors
-        dh = torch.empty_like(h, memory_format=torch.contiguous_format)
-        dpre = torch.empty_like(pre)
-        dnorm = None if norm_weight is None else torch.zeros_like(norm_weight, dtype=pre.dtype)
-        for part in _blocks(h):
-            dh[part], dpre[part], more = _collapse_grad(
-                h[part], pre[part], dy[part], norm_weight, ctx.norm_eps
-            )
-            if dnorm is not None and more is not None:
-                dnorm += more
-        return dh, dpre, None if dnorm is None else dnorm.to(norm_weight.dtype), None
+def _hyper_gates(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return hc_gates(h, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters)
 
 
-class _Post(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        ctx.save_for_backward(u, h, post, comb)
-        return hc_post(u, h, post, comb)
+def _hyper_gates_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *constants: Any,
+) -> Gradients:
+    dpre, dpost, dcomb = grads
+    site = _Site(h, fn, base, scale, _Options(*constants))
+    for part in site.blocks():
+        site.gates(part)
+        site.add(part, dpre[part], dpost[part], dcomb[part], None)
+    return site.gradients()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        u, h, post, comb = ctx.saved_tensors
-        du, dpost, dcomb = map(torch.empty_like, (u, post, comb))
-        dh = torch.empty_like(h, memory_format=torch.contiguous_format)
-        for part in _blocks(h):
-            g = dout[part].to(post.dtype)
-            du[part] = torch.bmm(post[part].unsqueeze(1), g).squeeze(1)
-            dpost[part] = torch.bmm(g, u[part].to(g.dtype).unsqueeze(2)).squeeze(2)
-            dcomb[part] = torch.bmm(h[part].to(g.dtype), g.transpose(1, 2))
-            dh[part] = torch.bmm(comb[part], g)
-        return du, dh, dpost, dcomb
+
+def _hyper_gates_fake(h: Tensor, fn: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, streams, _width = h.shape
+    pre, post = fn.new_empty(tokens, streams), fn.new_empty(tokens, streams)
+    return pre, post, fn.new_empty(tokens, streams, streams)
+
+
+def _hyper_head(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float
+) -> Tensor:
+    return hc_head(h, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps)
+
+
+def _hyper_head_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+) -> Gradients:
+    site = _Site(h, fn, base, scale, _Options(norm_eps, hc_eps, 1))
+    for part in site.blocks():
+        site.gates(part)
+        dh, dpre, _ = _collapse_grad(h[part], site.pre(), grads[0][part], None, 0.0)
+        site.add(part, dpre, None, None, dh)
+    return site.gradients()
+
+
+def _hyper_collapse(h: Tensor, pre: Tensor, norm_weight: Tensor | None, norm_eps: float) -> Tensor:
+    return hc_collapse_norm(h, pre, norm_weight, norm_eps=norm_eps)
+
+
+def _hyper_collapse_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    h: Tensor,
+    pre: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> Gradients:
+    dh = torch.empty_like(h, memory_format=torch.contiguous_format)
+    dpre = torch.empty_like(pre)
+    dnorm = None if norm_weight is None else torch.zeros_like(norm_weight, dtype=pre.dtype)
+    for part in _blocks(h):
+        dh[part], dpre[part], more = _collapse_grad(
+            h[part], pre[part], grads[0][part], norm_weight, norm_eps
+        )
+        if dnorm is not None and more is not None:
+            dnorm += more
+    if norm_weight is None or dnorm is None:
+        return dh, dpre, None
+    return dh, dpre, dnorm.to(norm_weight.dtype)
+
+
+def _collapsed_fake(h: Tensor, *_: Any) -> Tensor:
+    return h.new_empty(h.shape[0], h.shape[2])
+
+
+def _hyper_post(u: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return hc_post(u, h, post, comb)
+
+
+def _hyper_post_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    u: Tensor,
+    h: Tensor,
+    post: Tensor,
+    comb: Tensor,
+) -> Gradients:
+    du, dpost, dcomb = map(torch.empty_like, (u, post, comb))
+    dh = torch.empty_like(h, memory_format=torch.contiguous_format)
+    for part in _blocks(h):
+        g = grads[0][part].to(post.dtype)
+        du[part] = torch.bmm(post[part].unsqueeze(1), g).squeeze(1)
+        dpost[part] = torch.bmm(g, u[part].to(g.dtype).unsqueeze(2)).squeeze(2)
+        dcomb[part] = torch.bmm(h[part].to(g.dtype), g.transpose(1, 2))
+        dh[part] = torch.bmm(comb[part], g)
+    return du, dh, dpost, dcomb
+
+
+def _hyper_post_fake(u: Tensor, h: Tensor, *_: Tensor) -> Tensor:
+    return h.new_empty(h.shape)
+
+
+_pre = differentiable(_hyper_pre, _hyper_pre_backward, _hyper_pre_fake, learns=5, results=3)
+_gates = differentiable(_hyper_gates, _hyper_gates_backward, _hyper_gates_fake, learns=4, results=3)
+_head = differentiable(_hyper_head, _hyper_head_backward, _collapsed_fake, learns=4)
+_collapse = differentiable(_hyper_collapse, _hyper_collapse_backward, _collapsed_fake, learns=3)
+_post = differentiable(_hyper_post, _hyper_post_backward, _hyper_post_fake, learns=4)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, get_layout
@@ -17,6 +16,7 @@ from anymla.ops.indexer import indexer_q_rope_quant, select_topk
 from anymla.ops.indexer.interface import SCRATCH_BYTES
 from anymla.ops.kv_cache import quantize_and_insert_k_cache
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, wide_dtype
+from anymla.train.operator import Gradients, differentiable
 from anymla.train.plan import Plan
 
 # Rows of a page of index keys; kernels are compiled for it.
@@ -167,27 +167,30 @@ def index_loss(
         lists=(lists, "T _", INT32),
         token_weights=(token_weights, "T", FLOAT32_UP),
     )
-    teacher = _Teacher(
-        plan, q.detach(), entries.detach(), lse.detach(),
-        None if sink is None else sink.detach(), lists,
-        q.shape[2] ** -0.5 if scale is None else scale, token_weights,
-    )  # fmt: skip
-    loss: Tensor = _IndexLoss.apply(iq, ik, weights, teacher)  # type: ignore[no-untyped-call]
+    sink = None if sink is None else sink.detach()
+    loss: Tensor = _loss(
+        iq, ik, weights, plan.ranges, q.detach(), entries.detach(), lse.detach(), sink, lists,
+        token_weights, q.shape[2] ** -0.5 if scale is None else scale, plan.ratio,
+        plan.num_entries, plan.most_entries,
+    )[0]  # fmt: skip
     return loss
 
 
 @dataclasses.dataclass(frozen=True)
 class _Teacher:
-    """Arguments of ``index_loss`` that have no gradient."""
+    """Arguments of ``index_loss`` that have no gradient; its plan's are ranges and three sizes."""
 
-    plan: Plan
+    ranges: Tensor
     q: Tensor
     entries: Tensor
     lse: Tensor
     sink: Tensor | None
     lists: Tensor | None
-    scale: float
     token_weights: Tensor | None
+    scale: float
+    ratio: int
+    num_entries: int
+    most_entries: int
 
     def span(self, tokens: int) -> int:
         """Return the number of columns of a block of tokens.
@@ -197,12 +200,11 @@ class _Teacher:
         """
         if self.lists is not None:
             return self.lists.shape[1]
-        plan = self.plan
-        return min(plan.num_entries, plan.most_entries + tokens // plan.ratio)
+        return min(self.num_entries, self.most_entries + tokens // self.ratio)
 
     def block(self, elements: int) -> int:
         """Return the number of tokens whose products, of at most ``elements``, live at a time."""
-        tokens = max(_LEAST_BLOCK, self.plan.ratio * self.plan.most_entries)
+        tokens = max(_LEAST_BLOCK, self.ratio * self.most_entries)
         while tokens > 1 and tokens * self.span(tokens) > elements:
             tokens //= 2
         return tokens
@@ -212,8 +214,8 @@ class _Teacher:
 
         The entries are [t, n] of lists, or [n] for all tokens of the block.
         """
-        ranges, count = self.plan.ranges[part].long(), len(self.entries)
-        first, seen = ranges[:, 2:3] - self.plan.tokens, ranges[:, 3:4]
+        ranges, count = self.ranges[part].long(), len(self.entries)
+        first, seen = ranges[:, 2:3] - len(self.ranges), ranges[:, 3:4]
         if self.lists is None:
             entry = first[0] + torch.arange(self.span(part.stop - part.start), device=first.device)
             inside = (entry >= first) & (entry < first + seen)
@@ -243,50 +245,75 @@ def _dots(q: Tensor, rows: Tensor, entry: Tensor, wide: torch.dtype) -> Tensor:
     return torch.bmm(q.to(wide), rows[entry].to(wide).transpose(1, 2))
 
 
-class _IndexLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, iq: Tensor, ik: Tensor, weights: Tensor, teacher: _Teacher) -> Tensor:
-        wide = wide_dtype(iq.dtype)
-        tokens, count = len(iq), len(ik)
-        loss = torch.zeros((), dtype=wide, device=iq.device)
-        diq, dweights = (torch.zeros_like(x) for x in (iq, weights))
-        dik = torch.zeros_like(ik, dtype=wide)
-        limit = _CPU_BLOCK if iq.device.type == "cpu" else _DEVICE_BLOCK
-        heads = max(iq.shape[1], teacher.q.shape[1])
-        if teacher.lists is not None:
-            heads += teacher.q.shape[2]  # gathered entries
-        step = teacher.block(limit // max(1, heads))
-        for start in range(0, tokens if count and teacher.span(1) else 0, step):
-            part = slice(start, start + step)
-            entry, inside = teacher.members(part)
-            mass = teacher.mass(part, entry, inside, wide)
-            total = mass.sum(1, keepdim=True)
-            # Attention may have underflown for all entries of a token; it then teaches nothing.
-            target = mass / torch.where(total > 0, total, 1)
-            dots = _dots(iq[part], ik, entry, wide).relu_()
-            share = weights[part].to(wide)
-            scores = torch.bmm(share.unsqueeze(1), dots).squeeze(1)
-            log_q = torch.where(inside, scores, -1e30).log_softmax(1)
-            weight = (total.squeeze(1) > 0).to(wide)
-            given = teacher.token_weights
-            weight = weight / tokens if given is None else weight * given[part].to(wide)
-            each = torch.xlogy(target, target) - target * log_q
-            loss += (torch.where(inside, each, 0).sum(1) * weight).sum()
-            dscores = torch.where(inside, log_q.exp() - target, 0) * weight.unsqueeze(1)
-            dweights[part] = torch.bmm(dots, dscores.unsqueeze(2)).squeeze(2)
-            ddots = dscores.unsqueeze(1) * share.unsqueeze(2) * (dots > 0)
-            queries = iq[part].to(wide)
-            if entry.ndim == 1:
-                diq[part] = torch.einsum("the,ed->thd", ddots, ik[entry].to(wide))
-                dik.index_add_(0, entry, torch.einsum("the,thd->ed", ddots, queries))
-            else:
-                diq[part] = torch.bmm(ddots, ik[entry].to(wide))
-                pulled = torch.bmm(ddots.transpose(1, 2), queries)
-                dik.index_add_(0, entry.flatten(), pulled.flatten(0, 1))
-        ctx.save_for_backward(diq, dik.to(ik.dtype), dweights)
-        return loss
+def _index_loss(
+    iq: Tensor,
+    ik: Tensor,
+    weights: Tensor,
+    ranges: Tensor,
+    q: Tensor,
+    entries: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    lists: Tensor | None,
+    token_weights: Tensor | None,
+    scale: float,
+    ratio: int,
+    num_entries: int,
+    most_entries: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss and its gradients of iq, ik and weights."""
+    teacher = _Teacher(
+        ranges, q, entries, lse, sink, lists, token_weights, scale, ratio, num_entries, most_entries
+    )
+    wide = wide_dtype(iq.dtype)
+    tokens, count = len(iq), len(ik)
+    loss = torch.zeros((), dtype=wide, device=iq.device)
+    diq, dweights = (torch.zeros_like(x) for x in (iq, weights))
+    dik = torch.zeros_like(ik, dtype=wide)
+    limit = _CPU_BLOCK if iq.device.type == "cpu" else _DEVICE_BLOCK
+    heads = max(iq.shape[1], teacher.q.shape[1])
+    if teacher.lists is not None:
+        heads += teacher.q.shape[2]  # gathered entries
+    step = teacher.block(limit // max(1, heads))
+    for start in range(0, tokens if count and teacher.span(1) else 0, step):
+        part = slice(start, start + step)
+        entry, inside = teacher.members(part)
+        mass = teacher.mass(part, entry, inside, wide)
+        total = mass.sum(1, keepdim=True)
+        # Attention may have underflown for all entries of a token; it then teaches nothing.
+        target = mass / torch.where(total > 0, total, 1)
+        dots = _dots(iq[part], ik, entry, wide).relu_()
+        share = weights[part].to(wide)
+        scores = torch.bmm(share.unsqueeze(1), dots).squeeze(1)
+        log_q = torch.where(inside, scores, -1e30).log_softmax(1)
+        weight = (total.squeeze(1) > 0).to(wide)
+        given = teacher.token_weights
+        weight = weight / tokens if given is None else weight * given[part].to(wide)
+        each = torch.xlogy(target, target) - target * log_q
+        loss += (torch.where(inside, each, 0).sum(1) * weight).sum()
+        dscores = torch.where(inside, log_q.exp() - target, 0) * weight.unsqueeze(1)
+        dweights[part] = torch.bmm(dots, dscores.unsqueeze(2)).squeeze(2)
+        ddots = dscores.unsqueeze(1) * share.unsqueeze(2) * (dots > 0)
+        queries = iq[part].to(wide)
+        if entry.ndim == 1:
+            diq[part] = torch.einsum("the,ed->thd", ddots, ik[entry].to(wide))
+            dik.index_add_(0, entry, torch.einsum("the,thd->ed", ddots, queries))
+        else:
+            diq[part] = torch.bmm(ddots, ik[entry].to(wide))
+            pulled = torch.bmm(ddots.transpose(1, 2), queries)
+            dik.index_add_(0, entry.flatten(), pulled.flatten(0, 1))
+    return loss, diq, dik.to(ik.dtype), dweights
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        return *(x * dloss.to(x.dtype) for x in ctx.saved_tensors), None
+
+def _index_loss_backward(
+    grads: list[Tensor], needs: list[bool], kept: list[Tensor], *_: Any
+) -> Gradients:
+    return [each * grads[0].to(each.dtype) for each in kept]
+
+
+def _index_loss_fake(iq: Tensor, ik: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    gradients = (each.new_empty(each.shape) for each in (iq, ik, weights))
+    return iq.new_empty((), dtype=wide_dtype(iq.dtype)), *gradients
+
+
+_loss = differentiable(_index_loss, _index_loss_backward, _index_loss_fake, learns=3)

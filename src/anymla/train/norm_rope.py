@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from anymla.ops import norm_rope as ops
 from anymla.ops.registry import wide_dtype
+from anymla.train.operator import Gradients, differentiable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply ``ops.norm_rope.rms_norm`` with gradients for x [..., D] and weight [D]."""
-    normed: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    normed: Tensor = _normed(x, weight, eps)
     return normed
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
     """Apply ``ops.norm_rope.rope`` with a gradient for x [T, H, D]."""
-    rotated: Tensor = _Rope.apply(x, positions, cos_sin_cache, inverse)  # type: ignore[no-untyped-call]
+    rotated: Tensor = _rotated(x, positions, cos_sin_cache, inverse)
     return rotated
 
 
@@ -54,31 +53,42 @@ def _through_norm(normed: Tensor, inverse: Tensor, weighed: Tensor) -> Tensor:
     return inverse * (weighed - normed * (weighed * normed).mean(-1, keepdim=True))
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return ops.rms_norm(x, weight, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wide = wide_dtype(x.dtype)
-        dx, dweight = rms_norm_grad(x.to(wide), weight, ctx.eps, dy.to(wide))
-        return dx.to(x.dtype), dweight.to(weight.dtype), None
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return ops.rms_norm(x, weight, eps)
 
 
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, positions: Tensor, table: Tensor, inverse: bool) -> Tensor:
-        ctx.save_for_backward(positions, table)
-        ctx.inverse = inverse
-        return ops.rope(x, positions, table, inverse=inverse)
+def _rms_norm_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+) -> Gradients:
+    wide = wide_dtype(x.dtype)
+    dx, dweight = rms_norm_grad(x.to(wide), weight, eps, grads[0].to(wide))
+    return dx.to(x.dtype), dweight.to(weight.dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        positions, table = ctx.saved_tensors
-        return ops.rope(dy, positions, table, inverse=not ctx.inverse), None, None, None
+
+def _rope(x: Tensor, positions: Tensor, table: Tensor, inverse: bool) -> Tensor:
+    return ops.rope(x, positions, table, inverse=inverse)
+
+
+def _rope_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    x: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    inverse: bool,
+) -> Gradients:
+    return (ops.rope(grads[0], positions, table, inverse=not inverse),)
+
+
+def _like_first(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_normed = differentiable(_rms_norm, _rms_norm_backward, _like_first, learns=2)
+_rotated = differentiable(_rope, _rope_backward, _like_first, learns=1)

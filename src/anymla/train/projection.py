@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from anymla.ops import linear as ops
 from anymla.ops.norm_rope import rope as rotate
+from anymla.ops.registry import wide_dtype
+from anymla.train.operator import Gradients, differentiable
 
 
 def grouped_projection(o: Tensor, wo_a: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
@@ -30,7 +29,7 @@ def grouped_projection(o: Tensor, wo_a: Tensor, positions: Tensor, rope: Tensor)
     Raises:
         TypeError, ValueError: if a dtype, shape or device is wrong.
     """
-    z: Tensor = _Projection.apply(o, wo_a, positions, rope)  # type: ignore[no-untyped-call]
+    z: Tensor = _projected(o, wo_a, positions, rope)
     return z
 
 
@@ -44,47 +43,55 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         Products [T, N] in float32 (float64 if an operand is). Gradients reach both arguments.
     """
-    product: Tensor = _LinearFloat32.apply(x, weight)  # type: ignore[no-untyped-call]
+    product: Tensor = _product(x, weight)
     return product
 
 
-class _LinearFloat32(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return ops.linear_float32(x, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = (dy @ weight.to(dy.dtype)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dweight = (dy.T @ x.to(dy.dtype)).to(weight.dtype)
-        return dx, dweight
+def _linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    return ops.linear_float32(x, weight)
 
 
-class _Projection(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, wo_a: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(o, wo_a, positions, table)
-        return ops.grouped_output_projection(o, positions, table, wo_a)
+def _linear_float32_backward(
+    grads: list[Tensor], needs: list[bool], kept: list[Tensor], x: Tensor, weight: Tensor
+) -> Gradients:
+    (dy,) = grads
+    dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if needs[0] else None
+    return dx, (dy.T @ x.to(dy.dtype)).to(weight.dtype) if needs[1] else None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        o, wo_a, positions, table = ctx.saved_tensors
-        by_group = dz.unflatten(1, wo_a.shape[:2]).transpose(0, 1)
-        do = dwo_a = None
-        if ctx.needs_input_grad[0]:
-            rotated = torch.bmm(by_group, wo_a).transpose(0, 1).reshape(o.shape)
-            do = rotate(rotated, positions, table)
-        if ctx.needs_input_grad[1]:
-            heads = rotate(o, positions, table, inverse=True)
-            dwo_a = torch.bmm(
-                by_group.transpose(1, 2),
-                heads.view(len(o), len(wo_a), wo_a.shape[2]).transpose(0, 1),
-            )
-        return do, dwo_a, None, None
+
+def _linear_float32_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(len(x), len(weight), dtype=wide_dtype(x.dtype, weight.dtype))
+
+
+def _grouped_projection(o: Tensor, wo_a: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
+    return ops.grouped_output_projection(o, positions, rope, wo_a)
+
+
+def _grouped_projection_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    o: Tensor,
+    wo_a: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+) -> Gradients:
+    by_group = grads[0].unflatten(1, wo_a.shape[:2]).transpose(0, 1)
+    do = dwo_a = None
+    if needs[0]:
+        rotated = torch.bmm(by_group, wo_a).transpose(0, 1).reshape(o.shape)
+        do = rotate(rotated, positions, rope)
+    if needs[1]:
+        heads = rotate(o, positions, rope, inverse=True).view(len(o), len(wo_a), wo_a.shape[2])
+        dwo_a = torch.bmm(by_group.transpose(1, 2), heads.transpose(0, 1))
+    return do, dwo_a
+
+
+def _grouped_projection_fake(o: Tensor, wo_a: Tensor, *_: Tensor) -> Tensor:
+    return o.new_empty(len(o), wo_a.shape[0] * wo_a.shape[1])
+
+
+_product = differentiable(_linear_float32, _linear_float32_backward, _linear_float32_fake, learns=2)
+_projected = differentiable(
+    _grouped_projection, _grouped_projection_backward, _grouped_projection_fake, learns=2
+)

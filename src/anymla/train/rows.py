@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.page_layout import get_layout
@@ -15,6 +14,7 @@ from anymla.ops.norm_rope import qnorm_rope_kv_insert, rope
 from anymla.ops.registry import wide_dtype
 from anymla.train.norm_rope import plain_norm_grad
 from anymla.train.norm_rope import rope as rotate
+from anymla.train.operator import Gradients, differentiable
 
 # Rows of a page; kernels are compiled for it.
 _PAGE = 64
@@ -40,7 +40,8 @@ def round_rows(
     Raises:
         TypeError, ValueError: an unknown layout, or rows of another width.
     """
-    rounded: Tensor = _Round.apply(rows, layout, dtype or rows.dtype, hadamard)  # type: ignore[no-untyped-call]
+    get_layout(layout)
+    rounded: Tensor = _rounded(rows, layout, dtype or rows.dtype, hadamard)
     return rounded
 
 
@@ -74,7 +75,8 @@ def heads_and_rows(
     if not norms:
         rows = rotate(kv.unsqueeze(1), positions, rope).squeeze(1)
         return rotate(q, positions, rope), round_rows(rows, layout, dtype=q.dtype)
-    return _HeadsAndRows.apply(q, kv, positions, rope, eps, layout)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _inserted(q, kv, positions, rope, eps, layout)
+    return found
 
 
 def _cache(layout: str, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,44 +92,66 @@ def _decoded(cache: Tensor, slots: Tensor, layout: str, dtype: torch.dtype) -> T
     return out
 
 
-class _Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, layout: str, dtype: torch.dtype, hadamard: bool) -> Tensor:
-        ctx.dtype, ctx.hadamard = rows.dtype, hadamard
-        cache, slots = _cache(layout, len(rows), rows.device)
-        given = hadamard_transform(rows) if hadamard else rows
-        quantize_and_insert_k_cache(given, cache, slots, layout=layout)
-        return _decoded(cache, slots, layout, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        # The transform is symmetric.
-        drows = hadamard_transform(dout) if ctx.hadamard else dout
-        return drows.to(ctx.dtype), None, None, None
+def _round_rows(rows: Tensor, layout: str, dtype: torch.dtype, hadamard: bool) -> Tensor:
+    cache, slots = _cache(layout, len(rows), rows.device)
+    given = hadamard_transform(rows) if hadamard else rows
+    quantize_and_insert_k_cache(given, cache, slots, layout=layout)
+    return _decoded(cache, slots, layout, dtype)
 
 
-class _HeadsAndRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, kv: Tensor, positions: Tensor, table: Tensor, eps: float, layout: str
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, positions, table)
-        ctx.eps, ctx.dtype = eps, kv.dtype
-        cache, slots = _cache(layout, len(kv), kv.device)
-        heads = qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, eps, layout=layout)
-        return heads, _decoded(cache, slots, layout, q.dtype)
+def _round_rows_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    rows: Tensor,
+    layout: str,
+    dtype: torch.dtype,
+    hadamard: bool,
+) -> Gradients:
+    # The transform is symmetric.
+    drows = hadamard_transform(grads[0]) if hadamard else grads[0]
+    return (drows.to(rows.dtype, copy=True),)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dheads: Tensor, drows: Tensor) -> tuple[Tensor | None, ...]:
-        q, positions, table = ctx.saved_tensors
-        dq = dkv = None
-        if ctx.needs_input_grad[0]:
-            wide = wide_dtype(q.dtype)
-            rotated = rope(dheads.to(wide), positions, table, inverse=True)
-            dq = plain_norm_grad(q.to(wide), ctx.eps, rotated).to(q.dtype)
-        if ctx.needs_input_grad[1]:
-            rotated = rope(drows.unsqueeze(1), positions, table, inverse=True)
-            dkv = rotated.squeeze(1).to(ctx.dtype)
-        return dq, dkv, None, None, None, None
+
+def _round_rows_fake(rows: Tensor, layout: str, dtype: torch.dtype, hadamard: bool) -> Tensor:
+    return rows.new_empty(rows.shape, dtype=dtype)
+
+
+def _heads_and_rows(
+    q: Tensor, kv: Tensor, positions: Tensor, table: Tensor, eps: float, layout: str
+) -> tuple[Tensor, Tensor]:
+    cache, slots = _cache(layout, len(kv), kv.device)
+    heads = qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, eps, layout=layout)
+    return heads, _decoded(cache, slots, layout, q.dtype)
+
+
+def _heads_and_rows_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    eps: float,
+    layout: str,
+) -> Gradients:
+    dheads, drows = grads
+    dq = dkv = None
+    if needs[0]:
+        wide = wide_dtype(q.dtype)
+        rotated = rope(dheads.to(wide), positions, table, inverse=True)
+        dq = plain_norm_grad(q.to(wide), eps, rotated).to(q.dtype)
+    if needs[1]:
+        dkv = rope(drows.unsqueeze(1), positions, table, inverse=True).squeeze(1).to(kv.dtype)
+    return dq, dkv
+
+
+def _heads_and_rows_fake(q: Tensor, kv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(kv.shape)
+
+
+_rounded = differentiable(_round_rows, _round_rows_backward, _round_rows_fake, learns=1)
+_inserted = differentiable(
+    _heads_and_rows, _heads_and_rows_backward, _heads_and_rows_fake, learns=2, results=2
+)

@@ -89,6 +89,10 @@ class Windows:
             follows=exists & (start > 0),
         )
 
+    def tensors(self) -> list[Tensor]:
+        """Return all attributes after ``ratio``, in their order."""
+        return [getattr(self, each.name) for each in dataclasses.fields(self)[1:]]
+
     def first(self, values: Tensor) -> Tensor:
         """Return the value [E] of each window's first token, of values [T] of all tokens."""
         return values.index_select(0, self.tokens[:, 0])
