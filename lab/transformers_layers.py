@@ -4,8 +4,8 @@
 
 A process takes one kind of layer and one attention implementation through all lengths. They import
 and compile side by side, then take turns on the GPU, each with a time limit; memory that ends is a
-result. Anymla's begin with a comparison: output and gradients in bfloat16, of both implementations,
-against eager in float32. The LoRA example with 32,768 tokens comes last.
+result. Anymla's begin with a comparison, side by side as well: output and gradients in bfloat16, of
+both implementations, against eager in float32. The LoRA example with 32,768 tokens comes last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = {
     "ratio 128": "heavily_compressed_attention",
 }
 COMPARED = 2048  # tokens; a layer of ratio 4 then selects all of its 512 entries
-TURN_S = 25  # of one process on the GPU, at one length
+TURN_S = 40  # of one process on the GPU, at one length
 LAYERS_S, ALL_S = 100.0, 150.0
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lora" / "finetune.py"
 Row = dict[str, Any]
@@ -91,10 +91,10 @@ def _run(words: list[str], limit: float) -> tuple[list[str], str]:
 
 
 @contextlib.contextmanager
-def turn(turns: Path) -> Iterator[None]:
+def turn(turns: Path, *, alone: bool) -> Iterator[None]:
     """Wait for the GPU; the process ends if it keeps it for longer than a turn."""
     with turns.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         signal.alarm(TURN_S)
         yield
         if torch.cuda.is_available():
@@ -172,21 +172,22 @@ class Layer:
             }
             output, given = errors.pop("output"), errors.pop("input")
             worst = max(errors, key=errors.__getitem__)
-            row[attention] = {
+            row[f"{attention} error"] = {
                 "output": output, "input's gradient": given, worst: errors[worst],
             }  # fmt: skip
         return row
 
     def measured(self, attention: str, tokens: int) -> Row:
-        """Return milliseconds and peak GiB over weights and input, of the second of two runs.
+        """Return the median of three runs' milliseconds, and peak GiB over weights and input.
 
-        Of the forward pass and of a training step, which fails with a row that says why.
+        Of the forward pass and of a training step, each after a run that may compile; one that
+        fails has the reason in the row.
         """
         x, row = self.input(tokens), Row(tokens=tokens)
         for name, train in (("forward", False), ("training step", True)):
             try:
-                for _ in range(2):
-                    row |= self._once(attention, x, name, train)
+                runs = [self._once(attention, x, name, train) for _ in range(4)][1:]
+                row |= sorted(runs, key=lambda run: float(run[f"{name} ms"]))[1]
             except RuntimeError as error:
                 row[f"{name} error"] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
             self.module.zero_grad(set_to_none=True)
@@ -219,9 +220,11 @@ def results(attention: str, layer: str, turns: Path) -> Iterator[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = Layer(layer, device)
     if attention == "anymla":
-        yield made.compared(COMPARED)
+        with turn(turns, alone=False):
+            row = made.compared(COMPARED)
+        yield row
     for tokens in LENGTHS[attention]:
-        with turn(turns):
+        with turn(turns, alone=True):
             row = made.measured(attention, tokens)
         yield row
 

@@ -153,20 +153,6 @@ def index_loss(
     Raises:
         TypeError, ValueError: a dtype, shape or device differs from the above.
     """
-    sizes = {"T": plan.tokens, "E": plan.num_entries}
-    check(
-        "index_loss",
-        dims=sizes,
-        iq=(iq, "T Hi Di", FLOATS),
-        ik=(ik, "E Di", iq.dtype),
-        weights=(weights, "T Hi", FLOATS),
-        q=(q, "T H D", FLOATS),
-        entries=(entries, "E D", q.dtype),
-        lse=(lse, "T H", FLOAT32_UP),
-        sink=(sink, "H", FLOAT32_UP),
-        lists=(lists, "T _", INT32),
-        token_weights=(token_weights, "T", FLOAT32_UP),
-    )
     sink = None if sink is None else sink.detach()
     loss: Tensor = _loss(
         iq, ik, weights, plan.ranges, q.detach(), entries.detach(), lse.detach(), sink, lists,
@@ -262,6 +248,20 @@ def _index_loss(
     most_entries: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss and its gradients of iq, ik and weights."""
+    sizes = {"T": len(ranges), "E": num_entries}
+    check(
+        "index_loss",
+        dims=sizes,
+        iq=(iq, "T Hi Di", FLOATS),
+        ik=(ik, "E Di", iq.dtype),
+        weights=(weights, "T Hi", FLOATS),
+        q=(q, "T H D", FLOATS),
+        entries=(entries, "E D", q.dtype),
+        lse=(lse, "T H", FLOAT32_UP),
+        sink=(sink, "H", FLOAT32_UP),
+        lists=(lists, "T _", INT32),
+        token_weights=(token_weights, "T", FLOAT32_UP),
+    )
     teacher = _Teacher(
         ranges, q, entries, lse, sink, lists, token_weights, scale, ratio, num_entries, most_entries
     )
