@@ -86,9 +86,11 @@ def operators(run, inputs, monkeypatch):
 
 
 def loss(made):
-    made = [made] if isinstance(made, torch.Tensor) else made
-    return sum((each.float() * torch.linspace(0.5, 1, each.numel()).view_as(each)).sum()
-               for each in made if each is not None and each.is_floating_point())  # fmt: skip
+    """A sum of results, with weights that differ."""
+    made = [made] if isinstance(made, torch.Tensor) else [each for each in made if each is not None]
+    weights = [torch.linspace(0.5, 1, each.numel(), device=each.device) for each in made]
+    pairs = zip(made, weights, strict=True)
+    return sum((each.float().flatten() * weight).sum() for each, weight in pairs)
 
 
 def drawn(shapes):
@@ -169,12 +171,12 @@ LAYERS = {
 }
 
 
-def chain(specs, stage, kv_cache, dtype=torch.float32):
+def chain(specs, stage, kv_cache, dtype=torch.float32, device="cpu", deterministic=None):
     """A function of a chain of layers' input, their plans made before, and all that it learns."""
     torch.manual_seed(0)
     layers = []
     for spec in specs:
-        rope = RopeTable(64, 160000.0, None, torch.device("cpu"))
+        rope = RopeTable(64, 160000.0, None, torch.device(device))
         formats = CACHE_FORMATS[kv_cache]
         layer = train.Attention(spec, SIZES, rope, formats, index_stage=stage, dtype=dtype)
         with torch.no_grad():
@@ -182,18 +184,22 @@ def chain(specs, stage, kv_cache, dtype=torch.float32):
                 torch.nn.init.normal_(
                     value, 0.5, 0.3 if value.ndim == 1 else value.shape[-1] ** -0.5
                 )
-        layers.append(layer)
-    plans = {spec.ratio: train.Plan([0, 40, 70], spec.ratio, spec.window) for spec in specs}
+        layers.append(layer.to(device))
+    plans = {
+        spec.ratio: train.Plan([0, 40, 70], spec.ratio, spec.window, device=device)
+        for spec in specs
+    }
 
     def run(x, *parameters):
         shared, made = train.Shared(), []
         for layer in layers:
-            attended = layer(x, plans[layer.spec.ratio], shared=shared)
+            plan = plans[layer.spec.ratio]
+            attended = layer(x, plan, shared=shared, deterministic=deterministic)
             x = x + attended.out
             made += [attended.out, attended.index_loss]
         return made
 
-    x = torch.randn(70, SIZES.hidden_size, dtype=dtype, requires_grad=True)
+    x = torch.randn(70, SIZES.hidden_size, dtype=dtype).to(device).requires_grad_()
     return run, [x, *(p for layer in layers for p in layer.parameters())]
 
 
