@@ -11,16 +11,25 @@ from anymla.runtime.request import Request
 
 
 def scored(model, kv_cache, length, monkeypatch):
-    """Return layers, inputs and outputs while an engine scores tokens, from a workspace as on GPUs.
+    """Return layers, inputs and outputs while an engine scores tokens."""
+    return score(model, kv_cache, length, monkeypatch)[0]
+
+
+def score(model, kv_cache, length, monkeypatch):
+    """Let an engine score tokens in one step, from a workspace as on GPUs.
 
     By slots, as a CPU attends to prompts, sums are in another order.
+
+    Returns:
+        Layers, inputs and outputs; the step; log-probabilities of the tokens after the first.
     """
-    seen = []
+    seen, steps = [], []
     forward = AttentionLayer.forward
 
-    def kept(layer, x, *rest):
+    def kept(layer, x, step, *rest):
         x = x.clone()
-        seen.append((layer, x, forward(layer, x, *rest)))
+        steps.append(step)
+        seen.append((layer, x, forward(layer, x, step, *rest)))
         return seen[-1][2]
 
     monkeypatch.setattr(AttentionLayer, "forward", kept)
@@ -28,8 +37,10 @@ def scored(model, kv_cache, length, monkeypatch):
     engine = Engine(model, EngineOptions(kv_cache=kv_cache, max_requests=1, max_seq_len=length + 1))
     engine._planner.chunks = True
     with torch.no_grad():
-        engine.run([Request("a", tokens, 0, prompt_logprobs=True)])
-    return seen
+        (done,) = engine.run([Request("a", tokens, 0, prompt_logprobs=True)])
+    monkeypatch.undo()
+    assert all(step is steps[0] for step in steps)
+    return seen, steps[0], torch.tensor(done.prompt_logprobs[1:], dtype=torch.float64)
 
 
 def weights_of(layer):
