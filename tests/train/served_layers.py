@@ -8,6 +8,7 @@ from anymla.layers.attention import AttentionLayer
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
+from anymla.train import FrozenLinear
 
 
 def scored(model, kv_cache, length, monkeypatch):
@@ -81,3 +82,17 @@ def weights_of(layer):
     out["indexer.wq_b.weight"] = dense(indexer.wq_b.packed)
     out["indexer.weights_proj.weight"] = dense(indexer.weights_proj.packed)
     return out
+
+
+def frozen(layer, served):
+    """Let a layer that trains multiply by an engine's layer's weights as they are stored."""
+    layer.wq_a = as_stored(served.wq_a_wkv.first)
+    layer.wkv = as_stored(served.wq_a_wkv.second)
+    layer.wq_b, layer.wo_b = as_stored(served.wq_b), as_stored(served.output.wo_b)
+    if layer.indexer is not None:
+        layer.indexer.wq_b = as_stored(served.indexer.wq_b)
+    return layer
+
+
+def as_stored(linear):
+    return FrozenLinear(linear.packed, quantize_activations=linear.quantize_activations)

@@ -5,6 +5,7 @@ import torch
 
 from anymla import train
 from anymla.layers.caches import CACHE_FORMATS
+from anymla.layers.linear import PackedWeight
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import Candidates, LayerSpec
 from anymla.train.layer import Sizes
@@ -14,6 +15,7 @@ STARTS = [0, 5, 12]
 PLAN = train.Plan(STARTS, 4)
 TABLE = RopeTable(64, 10000.0, None, torch.device("cpu")).table_for(TOKENS)
 TEACHER = torch.randn(TOKENS, 3, 64), torch.randn(PLAN.num_entries, 64), torch.zeros(TOKENS, 3)
+CODES = torch.randint(0, 120, (128, 128), dtype=torch.uint8)
 SITE = {"norm_eps": 1e-6, "hc_eps": 1e-6, "iters": 3}
 GATES = [(TOKENS, STREAMS, WIDTH), (24, 64), (24,), (3,)]
 
@@ -25,6 +27,11 @@ def index_loss(iq, ik, weights):
 def heads(q, kv):
     at = PLAN.positions.long()
     return train.heads_and_rows(q, kv, at, TABLE, eps=1e-6, layout="v4_main_fp8")
+
+
+def frozen(x):
+    packed = PackedWeight("fp8", CODES, torch.full((1, 1), 120, dtype=torch.uint8))
+    return train.FrozenLinear(packed, quantize_activations=True)(x)
 
 
 # A function of tensors that get gradients, and their shapes.
@@ -65,6 +72,7 @@ BLOCKS = {
         lambda o, w: train.grouped_projection(o, w, PLAN.positions.long(), TABLE),
         [(TOKENS, 4, 64), (2, 8, 128)],
     ),
+    "frozen linear": (frozen, [(TOKENS, 128)]),
     "rms_norm": (lambda *x: train.rms_norm(*x, 1e-6), [(TOKENS, WIDTH), (WIDTH,)]),
     "rope": (lambda x: train.rope(x, PLAN.positions.long(), TABLE), [(TOKENS, 3, 64)]),
 }  # fmt: skip
@@ -173,18 +181,18 @@ LAYERS = {
 
 def chain(specs, stage, kv_cache, dtype=torch.float32, device="cpu", deterministic=None):
     """A function of a chain of layers' input, their plans made before, and all that it learns."""
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # draws the same for every dtype and device
     layers = []
     for spec in specs:
         rope = RopeTable(64, 160000.0, None, torch.device(device))
         formats = CACHE_FORMATS[kv_cache]
         layer = train.Attention(spec, SIZES, rope, formats, index_stage=stage, dtype=dtype)
         with torch.no_grad():
-            for value in layer.parameters():
-                torch.nn.init.normal_(
-                    value, 0.5, 0.3 if value.ndim == 1 else value.shape[-1] ** -0.5
-                )
-        layers.append(layer.to(device))
+            for value in layer.parameters():  # norms near 1, and rows of matrices of length 1
+                noise = torch.randn(value.shape, generator=generator)
+                small = value.shape[-1] ** -0.5
+                value.copy_(1 + 0.2 * noise if value.ndim == 1 else noise * small)
+        layers.append((layer.double() if dtype == torch.float64 else layer).to(device))
     plans = {
         spec.ratio: train.Plan([0, 40, 70], spec.ratio, spec.window, device=device)
         for spec in specs
@@ -199,7 +207,7 @@ def chain(specs, stage, kv_cache, dtype=torch.float32, device="cpu", determinist
             made += [attended.out, attended.index_loss]
         return made
 
-    x = torch.randn(70, SIZES.hidden_size, dtype=dtype).to(device).requires_grad_()
+    x = torch.randn(70, SIZES.hidden_size, generator=generator).to(device, dtype).requires_grad_()
     return run, [x, *(p for layer in layers for p in layer.parameters())]
 
 

@@ -6,9 +6,11 @@ from torch.nn import functional
 
 from anymla.formats.hadamard import hadamard_transform
 from anymla.formats.page_layout import get_layout
+from anymla.layers.linear import Linear, PackedWeight
 from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.linear import grouped_output_projection
 from anymla.ops.norm_rope import qnorm_rope_kv_insert
+from anymla.train import FrozenLinear
 from anymla.train.norm_rope import rms_norm, rope
 from anymla.train.projection import grouped_projection
 from anymla.train.rows import heads_and_rows, round_rows
@@ -91,3 +93,15 @@ def test_grouped_projection():
     served = grouped_output_projection(o.detach(), at, angles, wo_a.detach())
     assert torch.equal(grouped_projection(o, wo_a, at, angles), served)
     assert torch.autograd.gradcheck(lambda o, w: grouped_projection(o, w, at, angles), (o, wo_a))
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_a_frozen_linear_has_the_gradient_of_its_decoded_weight(quantize):
+    codes = torch.randint(0, 120, (256, 128), dtype=torch.uint8)
+    packed = PackedWeight("fp8", codes, torch.tensor([[118], [121]], dtype=torch.uint8))
+    x = torch.randn(2, 9, 128, requires_grad=True)
+    ours = FrozenLinear(packed, quantize_activations=quantize)(x)
+    assert torch.equal(ours, Linear(packed, quantize_activations=quantize)(x.detach()))
+    pull = torch.randn_like(ours)
+    (grad,) = torch.autograd.grad(ours, x, pull)
+    torch.testing.assert_close(grad, pull @ packed.dense(torch.float32))

@@ -13,12 +13,13 @@ from anymla.train.indexer import index_loss, select_entries
 from anymla.train.layer import Attended, Attention, Shared
 from anymla.train.norm_rope import rms_norm, rope
 from anymla.train.plan import Plan
-from anymla.train.projection import grouped_projection
+from anymla.train.projection import FrozenLinear, grouped_projection
 from anymla.train.rows import heads_and_rows, round_rows
 
 __all__ = [
     "Attended",
     "Attention",
+    "FrozenLinear",
     "Plan",
     "Shared",
     "attention",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any, cast
 
+import torch
+from torch import Tensor, nn
+
+from anymla.layers.linear import Linear, PackedWeight, WeightKind
 from anymla.ops import linear as ops
 from anymla.ops.norm_rope import rope as rotate
 from anymla.ops.registry import wide_dtype
@@ -45,6 +48,68 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """
     product: Tensor = _product(x, weight)
     return product
+
+
+class FrozenLinear(nn.Module):
+    """A linear layer by the product that serves, its weight as a checkpoint stores it.
+
+    For fine-tuning beside quantised weights: an FP8 or MXFP4 layer quantises its input in blocks
+    if the checkpoint asks for it, as when serving. Only the input has a gradient, that of the
+    decoded weight, straight through the quantisation.
+    """
+
+    def __init__(self, packed: PackedWeight, *, quantize_activations: bool = False) -> None:
+        """Take a weight.
+
+        Args:
+            packed: weight [N, K] as stored, such as ``layers.linear.Linear.packed``.
+            quantize_activations: True for checkpoints with ``activation_scheme: dynamic``.
+        """
+        super().__init__()
+        self.kind, self.block, self.quantize = packed.kind, packed.block, quantize_activations
+        for name in ("weight", "scale", "global_scale"):
+            self.register_buffer(name, getattr(packed, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., K] to [..., N] of the same dtype."""
+        y: Tensor = _served(
+            x, self.weight, self.scale, self.global_scale, self.kind, self.block, self.quantize
+        )
+        return y
+
+
+def _frozen_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    global_scale: Tensor | None,
+    kind: str,
+    block: int,
+    quantize: bool,
+) -> Tensor:
+    packed = PackedWeight(cast("WeightKind", kind), weight, scale, global_scale, block)
+    y: Tensor = Linear(packed, quantize_activations=quantize)(x)
+    return y
+
+
+def _frozen_linear_backward(
+    grads: list[Tensor],
+    needs: list[bool],
+    kept: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    global_scale: Tensor | None,
+    kind: str,
+    block: int,
+    quantize: bool,
+) -> Gradients:
+    packed = PackedWeight(cast("WeightKind", kind), weight, scale, global_scale, block)
+    return (grads[0] @ packed.dense(grads[0].dtype),)
+
+
+def _frozen_linear_fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 def _linear_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -91,6 +156,7 @@ def _grouped_projection_fake(o: Tensor, wo_a: Tensor, *_: Tensor) -> Tensor:
     return o.new_empty(len(o), wo_a.shape[0] * wo_a.shape[1])
 
 
+_served = differentiable(_frozen_linear, _frozen_linear_backward, _frozen_linear_fake, learns=1)
 _product = differentiable(_linear_float32, _linear_float32_backward, _linear_float32_fake, learns=2)
 _projected = differentiable(
     _grouped_projection, _grouped_projection_backward, _grouped_projection_fake, learns=2
