@@ -61,7 +61,7 @@ class Attended(NamedTuple):
 
 @dataclasses.dataclass
 class Shared:
-    """What later layers of DeepSeek-V4.1 read of earlier ones in one forward pass, by layer.
+    """Tensors that later layers of DeepSeek-V4.1 read of earlier ones in a forward pass, by layer.
 
     Gradients of all layers that read an entry add up in float32.
 
@@ -161,8 +161,8 @@ class Attention(nn.Module):
             lists: entries to attend to instead of the indexer's choice, [T, K] int32, as an engine
                 chose them; None to select here.
             token_weights: weights of the tokens in the index loss, [T] float32; None for 1 / T.
-            shared: what earlier layers of this forward pass have left, to which the layer adds what
-                it owns; None for layers that share nothing.
+            shared: tensors of earlier layers of this forward pass, to which the layer adds its own;
+                None for layers that share nothing.
             deterministic: argument of ``train.attention``.
 
         Returns:

@@ -111,7 +111,7 @@ def differentiable(
 
 
 class _Place:
-    """Where an argument's tensors are among those that are saved."""
+    """Place of an argument among the tensors that are saved."""
 
     def __init__(self, first: int, count: int, many: bool) -> None:
         self.part, self.many = slice(first, first + count), many
