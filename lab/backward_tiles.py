@@ -66,17 +66,16 @@ SHAPES = (
 def tiles(chosen: BackwardConfig) -> Iterator[BackwardConfig]:
     """Yield the tile that is chosen, then others; those that do not fit a device raise there."""
     yield chosen
-    yield dataclasses.replace(chosen, window_by_tiles=not chosen.window_by_tiles)
-    for heads, rows, warps, stages in (
-        (64, 16, 8, 1), (64, 16, 8, 2), (64, 32, 8, 2), (64, 32, 16, 1), (64, 64, 16, 1),
-        (64, 16, 16, 2), (32, 32, 8, 1), (32, 32, 8, 2), (32, 16, 4, 2), (16, 16, 4, 1),
-        (16, 32, 4, 1), (16, 32, 8, 1),
+    for heads, rows, warps, stages, parts in (
+        (64, 64, 8, 1, 4), (64, 32, 8, 1, 2), (64, 16, 8, 3, 4), (64, 16, 8, 2, 4),
+        (32, 32, 8, 2, 4), (32, 32, 8, 1, 1), (32, 32, 8, 2, 2), (32, 16, 8, 2, 4),
+        (32, 16, 8, 1, 1), (16, 32, 8, 2, 4), (16, 32, 8, 1, 1), (16, 16, 4, 1, 1),
     ):  # fmt: skip
         tile = dataclasses.replace(
-            chosen, heads=heads, rows=rows, num_warps=warps, num_stages=stages,
+            chosen, heads=heads, rows=rows, num_warps=warps, num_stages=stages, parts=parts,
             transposed=chosen.transposed and heads == 64,
         )  # fmt: skip
-        if tile != chosen and heads <= chosen.heads:
+        if tile != chosen and (heads == 64 or not chosen.transposed):
             yield tile
 
 
@@ -149,25 +148,34 @@ def measured(
     shapes: tuple[Shape, ...] = SHAPES,
     seconds: float = 170,
     channels: int = CHANNELS,
+    *,
+    alone: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each shape and way, until the time is over."""
+    """Yield a row for each shape and way, until the time is over; ``alone`` omits other tiles.
+
+    Rows of the chosen tile say how far dq, drows and dsink are from torch's, as relative L2.
+    """
     from triton.runtime.errors import OutOfResources
 
     began = time.monotonic()
     for shape in shapes:
         call = Call(shape, device, channels=channels)
-        chosen = choose_config(shape.heads, torch.bfloat16, target_of(device), shape.topk)
+        chosen = choose_config(shape.heads, torch.bfloat16, target_of(device))
         ways: list[tuple[BackwardConfig, dict[str, Any]]] = [
             (chosen, {"deterministic": True}),
-            (dataclasses.replace(chosen, window_rows=64), {"deterministic": True}),
             (chosen, {"gradients": "queries"}),
-            *((tile, {}) for tile in tiles(chosen)),
+            *((tile, {}) for tile in ([chosen] if alone else tiles(chosen))),
         ]  # fmt: skip
+        want = call.run("torch")
         for tile, more in sorted(ways, key=lambda way: way != (chosen, {})):
             if time.monotonic() - began > seconds:
                 return
             run: Callable[[], Any] = functools.partial(call.run, **more)
             with mock.patch.object(launch, "choose_config", return_value=tile):
+                apart: dict[str, Any] = {}
+                if tile == chosen and "gradients" not in more:
+                    errors = (error(one, other) for one, other in zip(run(), want, strict=True))
+                    apart = {"relative_l2": [float(f"{one:.2g}") for one in errors]}
                 try:
                     taken = clock.time_us([run] * 2, repetitions=5)
                 except OutOfResources:
@@ -175,28 +183,29 @@ def measured(
             yield {
                 "part": "gradients of prefill attention", "case": str(shape),
                 "tile": dataclasses.astuple(tile), "chosen": tile == chosen, **more,
-                "us": round(taken, 1), "tflops": round(shape.flop / taken / 1e6, 1),
+                "us": round(taken, 1), "tflops": round(shape.flop / taken / 1e6, 1), **apart,
             }  # fmt: skip
-        del call
+        del call, want
         clock.release()
 
 
 @click.command()
 @click.argument("path", type=Path, required=False)
 @click.option("--seconds", default=170.0, show_default=True, help="Begin nothing after so long.")
-def main(path: Path | None, seconds: float) -> None:
+@click.option("--chosen", is_flag=True, help="Time the chosen tiles only.")
+def main(path: Path | None, seconds: float, chosen: bool) -> None:
     """Check small gradients, then print the times of all variants, and keep them in a file."""
     clock = gpu_clock()
     facts = environment("python -m lab.backward_tiles") | device_facts()
     for shape in (Shape(64, 160, tokens=64), Shape(20, 0, 40, tokens=64)):
         print(*checked(clock.device, shape), sep="\n", flush=True)
-    for row in measured(clock.device, clock, seconds=seconds):
+    for row in measured(clock.device, clock, seconds=seconds, alone=chosen):
         way = [f"{name}={row[name]}" for name in ("deterministic", "gradients") if name in row]
-        tile = "x".join(map(str, row["tile"][:4])) + f" window {row['tile'][5:]}"
-        tile += " (chosen)" * row["chosen"]
+        tile = "x".join(map(str, row["tile"][:5])) + " (chosen)" * row["chosen"]
         print(
             f"{row['case']:24s} {tile:38s} {row['us']:9.1f} us {row['tflops']:6.1f} TFLOP/s",
             *way,
+            row.get("relative_l2", ""),
             flush=True,
         )
         if path is not None:

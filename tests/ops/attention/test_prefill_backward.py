@@ -280,21 +280,20 @@ def test_calls_that_triton_leaves_to_torch(monkeypatch):
     assert "Intel" in answer().reason
 
 
-def test_windows_are_summed_tile_by_tile_beside_atomic_sums_of_lists(monkeypatch):
+@pytest.mark.parametrize(("parts", "stages"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("more", [{}, {"deterministic": True}, {"gradients": "queries"}])
+def test_channels_in_parts_and_rows_in_stages(monkeypatch, parts, stages, more):
     chosen = prefill_backward_config.choose_config(3, torch.float32, TARGETS["sm_90"])
-    tile = dataclasses.replace(chosen, window_by_tiles=True)
+    tile = dataclasses.replace(chosen, parts=parts, num_stages=stages)
     monkeypatch.setattr(launch, "choose_config", lambda *_: tile)
     subject = Subject(use_backend("triton", monkeypatch), torch.float32, 2e-6)
-    given = call(20, subject)
-    assert_right(given, given.run(subject), subject.tolerance)
-
-
-def test_long_lists_sum_windows_tile_by_tile_on_hopper():
-    def by_tiles(name, listed):
-        return choose_config(64, torch.bfloat16, TARGETS[name], listed).window_by_tiles
-
-    assert [by_tiles("sm_90", listed) for listed in (0, 511, 512)] == [False, False, True]
-    assert not by_tiles("sm_80", 2048)
+    monkeypatch.setattr(launch, "_LEAST_CHANNELS", 16)
+    given = call(20, subject, dim=64)
+    got = given.run(subject, **more)
+    if not more.get("gradients"):
+        assert_right(given, got, subject.tolerance)
+    whole = given.run(subject)
+    torch.testing.assert_close(got[0], whole[0], rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)

@@ -13,8 +13,6 @@ _CHANNELS = 512  # sums of more channels leave no tile that fits
 _LEAST_HEADS = 16  # the M of a matrix instruction
 # Bytes of addends to rows that are written out before they are summed in order.
 PARTS_BYTES = 1 << 30
-# Listed entries from which on windows' rows are summed tile by tile on an H200.
-_WINDOW_BY_TILES = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,45 +24,45 @@ class BackwardConfig:
         rows: rows that it takes at a time.
         num_warps: warps of a CTA.
         num_stages: depth of the pipeline that loads rows.
+        parts: pieces of the channels, which bound what a CTA holds in registers at a time.
         transposed: True to make the addends to rows as [channels, rows]. wgmma reads q and dout
             from shared memory in either direction; mma.sync would load each of them twice.
         window_rows: rows of a window's tile, where their gradient is summed tile by tile.
-        window_by_tiles: True to sum windows tile by tile in any case, False where the order is
-            asked for.
     """
 
     heads: int
     rows: int
     num_warps: int
     num_stages: int = 1
+    parts: int = 1
     transposed: bool = False
     window_rows: int = 16
-    window_by_tiles: bool = False
 
 
-def choose_config(
-    heads: int, dtype: torch.dtype, target: Target, listed: int = 0
-) -> BackwardConfig:
-    """Choose the tile for heads, a dtype, a target and lists of a length.
+def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardConfig:
+    """Choose the tile for heads, a dtype and a target.
 
     Args:
         heads: query heads H.
         dtype: dtype of queries and rows.
         target: machine that runs the kernel.
-        listed: entries listed for each query; 0 without lists.
     """
     if dtype == torch.float32:
         return BackwardConfig(_LEAST_HEADS, 16, 8)
     if target.name == "sm_90":
-        # 4 to 12 % faster with 512 to 2,048 entries; 23 % slower with 256 that all see.
-        by_tiles = listed >= _WINDOW_BY_TILES
+        # Of 512 listed entries on an H200: 3,367 us; 64 rows in one stage 3,549, 16 rows 4,196 and
+        # more, 2 parts in one stage 4,278. In one stage with 1 or 4 parts, Triton 3.6 makes code
+        # that reads shared memory past its end.
         return BackwardConfig(
-            _fitting(heads, 64), 32, 8, transposed=True, window_rows=32, window_by_tiles=by_tiles
+            _fitting(heads, 64), 32, 8, 2, parts=4, transposed=True, window_rows=32
         )
-    if target.name in ("sm_80", "sm_100"):
-        return BackwardConfig(_fitting(heads, 32), 32, 8, window_rows=32)
+    if target.name == "sm_80":
+        # Executed on an H200, 8,804 us of 512 entries; with 32 heads, twice the atomics and 15,470.
+        return BackwardConfig(_fitting(heads, 64), 16, 8, 2, parts=4, window_rows=16)
+    if target.name == "sm_100":
+        return BackwardConfig(_fitting(heads, 32), 32, 8, 2, parts=4, window_rows=32)
     if target.backend == "cuda":
-        return BackwardConfig(_LEAST_HEADS, 32, 8, window_rows=32)
+        return BackwardConfig(_fitting(heads, 32), 16, 8, 2, parts=4, window_rows=16)
     if target.backend == "hip" and not target.narrow:
         return BackwardConfig(_fitting(heads, 32), 16, 4)
     return BackwardConfig(_LEAST_HEADS, 16, 8)

@@ -1,7 +1,8 @@
 """Gradients of prefill attention: of queries, and what each query adds to the rows.
 
-Query by query, a CTA takes one token and a block of heads, which name the same rows. What it adds
-to a row is one product of doubled depth, [scale dS; P]^T [q; dout], since rows are keys and values.
+Query by query, a CTA takes one token and a block of heads, which name the same rows. Since rows are
+keys and values, q and dout are one operand: [q; dout] rows^T holds scores and the gradient of
+probabilities, and what is added to a row is [scale dS; P]^T [q; dout].
 Tile by tile of rows, a CTA goes through the tokens whose windows reach its tile: scores are made
 again, and nothing is added by two.
 """
@@ -71,6 +72,129 @@ def delta_kernel(
     tl.store(total_ptr + place, total * LOG2E, there)
 
 
+@triton.jit
+def _load_parts(base, mask, CHANNELS: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr):
+    """Load rows of channels from pointers [r, 1], as PARTS tiles [r, BC / PARTS]."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        channel = i * (BC // PARTS) + tl.arange(0, BC // PARTS)
+        kept = mask & (channel < CHANNELS)[None, :]
+        parts += (tl.load(base + channel[None, :], kept, other=0),)
+    return parts
+
+
+@triton.jit
+def _load_pairs(
+    q_ptr, dout_ptr, token, block, heads, q_token, q_head, dout_token, dout_head,
+    CHANNELS: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, BH: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Load q and dout of a block of heads below each other, as PARTS tiles [2 BH, BC / PARTS].
+
+    Triton spreads warps over the rows alone of a product that another one depends on; those beyond
+    its rows would compute it again. Both products at once have twice as many rows. Eight heads of q
+    are followed by the same heads of dout: a thread of a matrix instruction holds rows r and r + 8,
+    which are the score and <dout, row> of one head.
+    """
+    line = tl.arange(0, 2 * BH)
+    head = block * BH + line // 16 * 8 + line % 8
+    wide = head[:, None].to(tl.int64)
+    there = (head < heads)[:, None]
+    first = (line // 8 % 2 == 0)[:, None]
+    of_q = q_ptr + token * q_token + wide * q_head
+    of_dout = dout_ptr + token * dout_token + wide * dout_head
+    if TRANSPOSED:
+        # A choice of addresses leaves one copy in shared memory for both of its directions.
+        return _load_parts(tl.where(first, of_q, of_dout), there, CHANNELS, BC, PARTS)
+    else:
+        # AMD's compiler takes no choice of addresses.
+        q = _load_parts(of_q, there & first, CHANNELS, BC, PARTS)
+        dout = _load_parts(of_dout, there & (first == 0), CHANNELS, BC, PARTS)
+        pairs = ()
+        for i in tl.static_range(PARTS):
+            pairs += (tl.where(first, q[i], dout[i]),)
+        return pairs
+
+
+@triton.jit
+def _products(pairs, rows, PARTS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr):
+    """Multiply pairs with rows: <q, row> and <dout, row>, each [BH, BN]."""
+    both = tl.dot(pairs[0], tl.trans(rows[0]), input_precision="ieee")
+    for i in tl.static_range(1, PARTS):
+        both = tl.dot(pairs[i], tl.trans(rows[i]), both, input_precision="ieee")
+    both = tl.permute(tl.reshape(both, (BH // 8, 2, 8, BN)), (0, 2, 3, 1))
+    scores, dp = tl.split(both)
+    return tl.reshape(scores, (BH, BN)), tl.reshape(dp, (BH, BN))
+
+
+@triton.jit
+def _weights(ds, p, BH: tl.constexpr, BN: tl.constexpr):
+    """Arrange weights of q and of dout [BH, BN] as pairs are, [2 BH, BN]."""
+    both = tl.reshape(tl.join(ds, p), (BH // 8, 8, BN, 2))
+    return tl.reshape(tl.permute(both, (0, 3, 1, 2)), (2 * BH, BN))
+
+
+@triton.jit
+def _probabilities(scores, dp, total, delta, lse, dlse, scale):
+    """Compute p and the gradient of scaled scores in float32, [BH, BN].
+
+    Columns that name no row have scores of 0, which may be far above the denominator. What they
+    give is multiplied with zeros or left out, so it only must be finite, also in float16. Of those
+    that name one no probability is above 1.
+    """
+    scores *= scale * LOG2E
+    p = tl.exp2(tl.minimum(scores - total, 8.0))
+    ds = p * (dp - delta)
+    if dlse is not None:
+        ds += dlse * tl.exp2(tl.minimum(scores - lse, 8.0))
+    return p, ds
+
+
+@triton.jit
+def _differentiate(
+    dq, drows_ptr, mass_ptr, pairs, rows_ptr, total, delta, lse, dlse, slot, named, column, line,
+    scale, row_stride, width, CHANNELS: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Add to dq what BN rows add, and to rows what the heads add; return dq.
+
+    ``line`` is the token and block of heads as a row number of ``mass_ptr``, [lines, width].
+    """
+    rows = _load_parts(rows_ptr + slot[:, None] * row_stride, named[:, None], CHANNELS, BC, PARTS)
+    scores, dp = _products(pairs, rows, PARTS, BH, BN)
+    p, ds = _probabilities(scores, dp, total, delta, lse, dlse, scale)
+    if mass_ptr is not None:
+        sums = tl.where(named, tl.sum(p, 0), 0.0)
+        tl.store(mass_ptr + line * width + column, sums, column < width)
+    ds = (ds * scale).to(rows[0].dtype)
+    if QUERIES:
+        sums = ()
+        for i in tl.static_range(PARTS):
+            sums += (tl.dot(ds, rows[i], dq[i], input_precision="ieee"),)
+        dq = sums
+    if ROWS != NOTHING:
+        weights = _weights(ds, p.to(ds.dtype), BH, BN)
+        first = (slot if ROWS == ATOMICS else line * width + column) * CHANNELS
+        for i in tl.static_range(PARTS):
+            channel = i * (BC // PARTS) + tl.arange(0, BC // PARTS)
+            inside = channel < CHANNELS
+            # The interpreter does not broadcast the mask of an atomic.
+            if TRANSPOSED:
+                each = tl.dot(tl.trans(pairs[i]), weights)
+                target = drows_ptr + first[None, :] + channel[:, None]
+                used = named[None, :] & inside[:, None]
+            else:
+                each = tl.dot(tl.trans(weights), pairs[i], input_precision="ieee")
+                target = drows_ptr + first[:, None] + channel[None, :]
+                used = named[:, None] & inside[None, :]
+            if ROWS == ATOMICS:
+                tl.atomic_add(target, each, mask=used, sem="relaxed")
+            else:
+                tl.store(target, each, mask=used)
+    return dq
+
+
 @triton.jit(do_not_specialize=["size", "window", "width", "heads"])
 def backward_kernel(
     dq_ptr,
@@ -99,92 +223,82 @@ def backward_kernel(
     BC: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
     """Compute dq of a token's block of heads, and its addends to rows.
 
     ``ROWS`` says what ``drows_ptr`` is: [N, CHANNELS] sums for ATOMICS; for COLUMNS a row for each
     token, block of heads and column of the second range, of which those that name no row are left
-    as they are. Without ``WINDOW`` nothing is added to the rows of the first range.
+    as they are, and nothing for the first range.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    head = block * BH + tl.arange(0, BH)
-    channel = tl.arange(0, BC)
-    there = head < heads
-    inside = channel < CHANNELS
-    mask = there[:, None] & inside[None, :]
-    wide_head = head[:, None].to(tl.int64)
-    q = tl.load(q_ptr + token * q_token + wide_head * q_head + channel[None, :], mask, other=0)
-    dout = tl.load(
-        dout_ptr + token * dout_token + wide_head * dout_head + channel[None, :], mask, other=0
-    )
-    place = token * heads + head
-    # Heads that are not there weigh nothing.
-    total = tl.load(total_ptr + place, there, other=float("inf"))[:, None]
-    delta = tl.load(delta_ptr + place, there, other=0)[:, None]
-    if dlse_ptr is not None:
-        lse = tl.load(lse_ptr + place, there, other=float("inf"))[:, None] * LOG2E
-        dlse = tl.load(dlse_ptr + place, there, other=0)[:, None]
-        lse = tl.where(lse > float("-inf"), lse, float("inf"))
-    dq = tl.zeros([BH, BC], tl.float32)
-
+    line = token * tl.num_programs(1) + block
+    # First what addresses depend on.
     start = tl.load(ranges_ptr + token * 4).to(tl.int64)
     near = tl.minimum(tl.load(ranges_ptr + token * 4 + 1), window)
     base = tl.load(ranges_ptr + token * 4 + 2).to(tl.int64)
     more = tl.minimum(tl.load(ranges_ptr + token * 4 + 3), width)
-    split = tl.maximum((near + BN - 1) // BN, 0) * BN
-    for k in range(0, split + tl.maximum(more, 0), BN):
-        close = k < split
-        column = k + tl.arange(0, BN) - tl.where(close, 0, split)
-        slot = tl.where(close, start, base) + column
-        named = column < tl.where(close, near, more)
-        if lists_ptr is not None:
-            at = lists_ptr + token * width + column
-            listed = tl.load(at, named & (k >= split), other=0).to(tl.int64)
-            slot = tl.where(close, slot, base + listed)
-            named = named & (listed >= 0)
-        named = named & (slot >= 0) & (slot < size)
-        kept = named[:, None] & inside[None, :]
-        rows = tl.load(rows_ptr + slot[:, None] * row_stride + channel[None, :], kept, other=0)
-        scores = tl.dot(q, tl.trans(rows), input_precision="ieee") * (scale * LOG2E)
-        p = tl.where(named[None, :], tl.exp2(scores - total), 0.0)
-        ds = p * (tl.dot(dout, tl.trans(rows), input_precision="ieee") - delta)
-        if dlse_ptr is not None:
-            ds += dlse * tl.where(named[None, :], tl.exp2(scores - lse), 0.0)
-        if mass_ptr is not None:
-            at = (token * tl.num_programs(1) + block) * width + column
-            tl.store(mass_ptr + at, tl.sum(p, 0), (k >= split) & (column < width))
-        ds = (ds * scale).to(rows.dtype)
-        p = p.to(rows.dtype)
-        if QUERIES:
-            dq = tl.dot(ds, rows, dq, input_precision="ieee")
-        if ROWS != NOTHING and (WINDOW or k >= split):
-            if ROWS == ATOMICS:
-                first = slot * CHANNELS
-            else:
-                first = ((token * tl.num_programs(1) + block) * width + column) * CHANNELS
-            # The interpreter does not broadcast the mask of an atomic.
-            if TRANSPOSED:
-                each = tl.dot(tl.trans(dout), p)
-                each = tl.dot(tl.trans(q), ds, each)
-                target = drows_ptr + first[None, :] + channel[:, None]
-                used = named[None, :] & inside[:, None]
-            else:
-                each = tl.dot(tl.trans(p), dout, input_precision="ieee")
-                each = tl.dot(tl.trans(ds), q, each, input_precision="ieee")
-                target = drows_ptr + first[:, None] + channel[None, :]
-                used = kept
-            if ROWS == ATOMICS:
-                tl.atomic_add(target, each, mask=used, sem="relaxed")
-            else:
-                tl.store(target, each, mask=used)
+    head = block * BH + tl.arange(0, BH)
+    there = head < heads
+    pairs = _load_pairs(
+        q_ptr, dout_ptr, token, block, heads, q_token, q_head, dout_token, dout_head,
+        CHANNELS, BC, PARTS, BH, TRANSPOSED,
+    )  # fmt: skip
+    place = token * heads + head
+    # Heads that are not there weigh nothing.
+    total = tl.load(total_ptr + place, there, other=float("inf"))[:, None]
+    delta = tl.load(delta_ptr + place, there, other=0)[:, None]
+    lse = None
+    dlse = None
+    if dlse_ptr is not None:
+        lse = tl.load(lse_ptr + place, there, other=float("inf"))[:, None] * LOG2E
+        dlse = tl.load(dlse_ptr + place, there, other=0)[:, None]
+        lse = tl.where(lse > float("-inf"), lse, float("inf"))
+    dq = ()
+    for _ in tl.static_range(PARTS):
+        dq += (tl.zeros([BH, BC // PARTS], tl.float32),)
+
+    columns = tl.arange(0, BN)
+    for k in tl.range(0, near, BN, num_stages=STAGES):
+        column = k + columns
+        slot = start + column
+        named = (column < near) & (slot >= 0) & (slot < size)
+        dq = _differentiate(
+            dq, drows_ptr, None, pairs, rows_ptr, total, delta, lse, dlse, slot, named, column,
+            line, scale, row_stride, width, CHANNELS, BC, PARTS, BH, BN, QUERIES,
+            ROWS if ROWS == ATOMICS else NOTHING, TRANSPOSED,
+        )  # fmt: skip
+    listed = columns
+    if lists_ptr is not None:
+        lists_ptr += token * width
+        if STAGES > 1:
+            listed = tl.load(lists_ptr + columns, columns < more, other=-1)
+    for k in tl.range(0, more, BN, num_stages=STAGES):
+        column = k + columns
+        if lists_ptr is None:
+            listed = column
+        elif STAGES == 1:
+            listed = tl.load(lists_ptr + column, column < more, other=-1)
+        slot = base + listed
+        named = (column < more) & (listed >= 0) & (slot >= 0) & (slot < size)
+        if lists_ptr is not None and STAGES > 1:
+            # Early, so that the addresses of the next rows are there when they are to be loaded.
+            listed = tl.load(lists_ptr + BN + column, column + BN < more, other=-1)
+        dq = _differentiate(
+            dq, drows_ptr, mass_ptr, pairs, rows_ptr, total, delta, lse, dlse, slot, named, column,
+            line, scale, row_stride, width, CHANNELS, BC, PARTS, BH, BN, QUERIES, ROWS, TRANSPOSED,
+        )  # fmt: skip
     if QUERIES:
-        at = dq_ptr + (token * heads + wide_head) * CHANNELS + channel[None, :]
-        tl.store(at, dq.to(dq_ptr.dtype.element_ty), mask)
+        for i in tl.static_range(PARTS):
+            channel = i * (BC // PARTS) + tl.arange(0, BC // PARTS)
+            at = dq_ptr + (place * CHANNELS)[:, None] + channel[None, :]
+            kept = there[:, None] & (channel < CHANNELS)[None, :]
+            tl.store(at, dq[i].to(dq_ptr.dtype.element_ty), kept)
 
 
 @triton.jit(do_not_specialize=["tokens", "window"])
@@ -241,47 +355,44 @@ def window_rows_kernel(
     row = tile.to(tl.int64) * BN + tl.arange(0, BN)
     channel = tl.arange(0, BC)
     there, inside = row < size, channel < CHANNELS
-    kept = there[:, None] & inside[None, :]
-    rows = tl.load(rows_ptr + row[:, None] * row_stride + channel[None, :], kept, other=0)
+    rows = _load_parts(rows_ptr + row[:, None] * row_stride, there[:, None], CHANNELS, BC, 1)
     if TRANSPOSED:
         place = drows_ptr + row[None, :] * CHANNELS + channel[:, None]
         kept = there[None, :] & inside[:, None]
     else:
         place = drows_ptr + row[:, None] * CHANNELS + channel[None, :]
+        kept = there[:, None] & inside[None, :]
     sums = tl.load(place, kept, other=0)
     first, last = tl.load(users_ptr + tile * 2), tl.load(users_ptr + tile * 2 + 1)
     blocks = (heads + BH - 1) // BH
     for step in range(first * blocks, last * blocks):
         token = (step // blocks).to(tl.int64)
-        head = step % blocks * BH + tl.arange(0, BH)
-        mask = (head < heads)[:, None] & inside[None, :]
-        wide_head = head[:, None].to(tl.int64)
-        at = q_ptr + token * q_token + wide_head * q_head + channel[None, :]
-        q = tl.load(at, mask, other=0)
-        at = dout_ptr + token * dout_token + wide_head * dout_head + channel[None, :]
-        dout = tl.load(at, mask, other=0)
+        block = step % blocks
+        head = block * BH + tl.arange(0, BH)
+        pairs = _load_pairs(
+            q_ptr, dout_ptr, token, block, heads, q_token, q_head, dout_token, dout_head,
+            CHANNELS, BC, 1, BH, TRANSPOSED,
+        )  # fmt: skip
         at = token * heads + head
         total = tl.load(total_ptr + at, head < heads, other=float("inf"))[:, None]
         delta = tl.load(delta_ptr + at, head < heads, other=0)[:, None]
-        start = tl.load(ranges_ptr + token * 4).to(tl.int64)
-        count = tl.minimum(tl.load(ranges_ptr + token * 4 + 1), window)
-        named = there & (row >= start) & (row < start + count)
-        scores = tl.dot(q, tl.trans(rows), input_precision="ieee") * (scale * LOG2E)
-        p = tl.where(named[None, :], tl.exp2(scores - total), 0.0)
-        ds = p * (tl.dot(dout, tl.trans(rows), input_precision="ieee") - delta)
+        lse = None
+        dlse = None
         if dlse_ptr is not None:
             lse = tl.load(lse_ptr + at, head < heads, other=float("inf"))[:, None] * LOG2E
             lse = tl.where(lse > float("-inf"), lse, float("inf"))
             dlse = tl.load(dlse_ptr + at, head < heads, other=0)[:, None]
-            ds += dlse * tl.where(named[None, :], tl.exp2(scores - lse), 0.0)
-        ds = (ds * scale).to(rows.dtype)
-        p = p.to(rows.dtype)
+        start = tl.load(ranges_ptr + token * 4).to(tl.int64)
+        count = tl.minimum(tl.load(ranges_ptr + token * 4 + 1), window)
+        named = (there & (row >= start) & (row < start + count))[None, :]
+        scores, dp = _products(pairs, rows, 1, BH, BN)
+        p, ds = _probabilities(scores, dp, total, delta, lse, dlse, scale)
+        ds = tl.where(named, ds * scale, 0.0).to(rows[0].dtype)
+        weights = _weights(ds, tl.where(named, p, 0.0).to(ds.dtype), BH, BN)
         if TRANSPOSED:
-            sums = tl.dot(tl.trans(dout), p, sums)
-            sums = tl.dot(tl.trans(q), ds, sums)
+            sums = tl.dot(tl.trans(pairs[0]), weights, sums)
         else:
-            sums = tl.dot(tl.trans(p), dout, sums, input_precision="ieee")
-            sums = tl.dot(tl.trans(ds), q, sums, input_precision="ieee")
+            sums = tl.dot(tl.trans(weights), pairs[0], sums, input_precision="ieee")
     tl.store(place, sums, kept)
 
 
