@@ -16,8 +16,10 @@ from anymla.ops.hyper_connection.interface import (
     hc_gates,
     hc_head,
     hc_post,
+    hc_post_backward,
     hc_post_pre_norm,
     hc_pre,
+    hc_pre_backward,
 )
 from anymla.ops.hyper_connection.shapes import (
     FEW,
@@ -43,6 +45,9 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name}, {tokens} tokens, no norm", functools.partial(_plain, shape, tokens)
     for tokens in TOKENS:
         yield f"V4.1-Flash, {tokens} tokens", functools.partial(_delayed, V41_FLASH, tokens)
+    for dtype in (torch.bfloat16, torch.float32):
+        label = f"V4-Flash, gradients, {str(dtype).removeprefix('torch.')}"
+        yield label, functools.partial(_differentiate, V4_FLASH, dtype)
     for dtype in (torch.float16, torch.float32):
         for tokens in (1, 33, 129, 513):
             label = f"V4-Flash, {tokens} tokens, {str(dtype).removeprefix('torch.')}"
@@ -79,6 +84,18 @@ def _delayed(shape: StreamsShape, tokens: int) -> None:
     hc_post(u, h, pre, float32((tokens, n, n)))
 
 
+def _differentiate(shape: StreamsShape, dtype: torch.dtype) -> None:
+    """Differentiate a site, a delayed site's gates, the head and the expansion of many tokens."""
+    tokens, n, d = 4096, shape.streams, shape.hidden
+    h, u = empty((tokens, n, d), dtype=dtype), empty((tokens, d), dtype=dtype)
+    post, comb, options = float32((tokens, n)), float32((tokens, n, n)), {**_EPS, "iters": 20}
+    site = h, *_weights(shape, shape.mixes, 3)
+    hc_pre_backward(*site, u, None, post, comb, norm_weight=float32(d), **options)
+    hc_pre_backward(*site, None, post, post, comb, **options)
+    hc_pre_backward(h, *_weights(shape, n, 1), u, None, None, None, **options)
+    hc_post_backward(h, u, h, post, comb)
+
+
 def _plain(shape: StreamsShape, tokens: int) -> None:
     """Call a site whose sublayer applies its norm elsewhere."""
     h = empty((tokens, shape.streams, shape.hidden), dtype=torch.bfloat16)
@@ -97,4 +114,8 @@ def judgement(build: Build, target: Target) -> Judgement:
         return Judgement(False if single else "bf16", spills=64 if target.narrow else 16)
     if build.name == "many_kernel":
         return Judgement("bf16")
+    if build.name == "streams_backward_kernel":
+        # Weights and sums of four streams fill the registers, float32's and RDNA's more than all.
+        spills = (550 if target.narrow else 300) if single else 96 if target.narrow else 48
+        return Judgement(False if single else "bf16", spills=spills)
     return Judgement(spills=4 if build.name == "collapse_kernel" and single else 0)

@@ -156,6 +156,16 @@ _CALLS = {
     },
     "hc_pre": lambda: {"h": torch.randn(TOKENS, 2, 32), **_sites(), **_eps("iters")},
     "hc_post": _gates,
+    "hc_pre_backward": lambda: {
+        "h": torch.randn(TOKENS, 2, 32),
+        **_sites(),
+        "dy": torch.randn(TOKENS, 32),
+        "dpre": None,
+        "dpost": torch.randn(TOKENS, 2),
+        "dcomb": torch.randn(TOKENS, 2, 2),
+        **_eps("iters"),
+    },
+    "hc_post_backward": lambda: {"dout": torch.randn(TOKENS, 2, 32), **_gates()},
     "hc_head": lambda: {
         "h": torch.randn(TOKENS, 2, 32),
         "fn": torch.randn(2, 64),

@@ -154,3 +154,41 @@ def choose_expand_config(d: int) -> ExpandConfig:
     """Choose a tile of one token's channels, or of several tokens if they are short."""
     columns = min(_EXPAND_ELEMENTS, next_power_of_2(d))
     return ExpandConfig(_EXPAND_ELEMENTS // columns, columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Tiles of the gradients' kernels.
+
+    Attributes:
+        expand_columns: channels that ``expand_backward_kernel`` takes at a time.
+        expand_warps: warps of its CTA.
+        collapse_columns: channels that ``collapse_backward_kernel`` takes at a time.
+        collapse_warps: warps of its CTA.
+        together: tokens whose gates a CTA of ``gates_backward_kernel`` differentiates.
+        rows: tokens of a tile of ``streams_backward_kernel``.
+        columns: channels of that tile, in each stream.
+        num_warps: warps of its CTA.
+        ctas: largest number of its CTAs for which tokens are split.
+        wide: True to multiply in float32, for targets without products of bfloat16.
+    """
+
+    expand_columns: int = 256
+    expand_warps: int = 1
+    collapse_columns: int = 4096
+    collapse_warps: int = 8
+    together: int = 32
+    rows: int = 16
+    columns: int = 32
+    num_warps: int = 4
+    ctas: int = 1024
+    wide: bool = False
+
+
+def choose_backward_config(dtype: torch.dtype, target: Target) -> BackwardConfig:
+    """Choose the tiles of the gradients for streams of a dtype on a target."""
+    # mma.sync holds the weights of all streams in registers, of which RDNA has the fewest; wgmma
+    # reads them from shared memory.
+    wgmma = target.name == "sm_90" and dtype == torch.bfloat16
+    columns = 64 if wgmma else 16 if target.narrow else 32
+    return BackwardConfig(columns=columns, wide=target.arc_a)

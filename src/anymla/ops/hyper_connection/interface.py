@@ -347,6 +347,135 @@ def hc_post_pre_norm(
     check_codes("hc_post_pre_norm", u, codes, code_scales)
 
 
+def _pre_gradients(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *_: object,
+    norm_weight: Tensor | None = None,
+    **__: object,
+) -> tuple[Tensor, ...]:
+    norm = fn.new_empty(0) if norm_weight is None else torch.empty_like(norm_weight)
+    dh = torch.empty_like(h, memory_format=torch.contiguous_format)
+    return dh, *(torch.empty_like(x) for x in (fn, base, scale)), norm
+
+
+@operation(outputs=_pre_gradients)
+def hc_pre_backward(
+    h: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    dy: Tensor | None,
+    dpre: Tensor | None,
+    dpost: Tensor | None,
+    dcomb: Tensor | None,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    norm_weight: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of ``hc_pre``, ``hc_gates`` or ``hc_head``.
+
+    The gates are computed again, and the gradient goes back through every step of the Sinkhorn
+    iteration. It always has the same bits in every run.
+
+    Args:
+        h: residual streams as for ``hc_pre``, [T, N, D] any float dtype.
+        fn: weight of the gates' mixes as for ``hc_pre``, [(2 + N) N, N D] float32 or float64; for
+            ``hc_head`` [N, N D].
+        base: offsets of the gates, [(2 + N) N], or [N], of fn's dtype.
+        scale: factors of the mixes, [3], or [1], of fn's dtype.
+        dy: gradient of the collapsed streams, [T, D] of h's dtype; None for ``hc_gates``.
+        dpre: gradient of the gates pre, [T, N] float32 (float64 if h is); None if nothing but y
+            depends on them.
+        dpost: gradient of post, [T, N] of dpre's dtype; None for ``hc_head``.
+        dcomb: gradient of comb, [T, N, N] of dpre's dtype; None for ``hc_head``.
+        norm_eps: number added to the mean square of the flattened streams, and to that of y.
+        hc_eps: number added to pre, to the softmax and to every Sinkhorn sum.
+        iters: number of Sinkhorn iterations, at least 1.
+        norm_weight: weight of the sublayer's RMSNorm, [D] any float dtype; None without a norm.
+        backend: name of the backend that runs; None for the best that can.
+
+    Returns:
+        Gradients of h, fn, base, scale and norm_weight, each of its shape and dtype; that of
+        norm_weight is empty without a norm.
+
+    Raises:
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above, iters < 1, or a gradient is
+            missing.
+    """
+    name = "hc_pre_backward"
+    n, d = (h.shape[1], h.shape[2]) if h.ndim == 3 else (0, 0)
+    gates, wide = n if scale.numel() == 1 else (2 + n) * n, wide_dtype(h.dtype)
+    check(
+        name,
+        dims={"G": gates, "F": n * d, "S": 1 if scale.numel() == 1 else 3},
+        h=(h, "T N D", FLOATS),
+        fn=(fn, "G F", FLOAT32_UP),
+        base=(base, "G", FLOAT32_UP),
+        scale=(scale, "S", FLOAT32_UP),
+        dy=(dy, "T D", h.dtype),
+        dpre=(dpre, "T N", wide),
+        dpost=(dpost, "T N", wide),
+        dcomb=(dcomb, "T N N", wide),
+        norm_weight=(norm_weight, "D", FLOATS),
+    )
+    require(iters >= 1, name, "iters", "at least 1", iters)
+    require(dy is not None or dpre is not None, name, "dy", "given without dpre", dy)
+    whole = gates != n or n == 0
+    for argument, value in (("dpost", dpost), ("dcomb", dcomb)):
+        require((value is not None) == whole, name, argument, "given unless fn has N rows", value)
+
+
+def _post_gradients(dout: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
+
+
+@operation(outputs=_post_gradients)
+def hc_post_backward(
+    dout: Tensor,
+    u: Tensor,
+    h: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of ``hc_post``, with the same bits in every run.
+
+        du = sum_j post_j g_j       dh_i = sum_j comb_ij g_j       dpost_j = <u, g_j>
+        dcomb_ij = <h_i, g_j>
+
+    Args:
+        dout: gradient g of the new streams, [T, N, D] of h's dtype.
+        u: output of the sublayer, [T, D] of h's dtype.
+        h: streams as for ``hc_post``, [T, N, D] any float dtype.
+        post: gates from ``hc_pre``, [T, N] float32 or float64.
+        comb: mixing matrices from ``hc_pre``, [T, N, N] of post's dtype.
+        backend: name of the backend that runs; None for the best that can.
+
+    Returns:
+        Gradients of u, h, post and comb, each of its shape and dtype.
+
+    Raises:
+        TypeError: if an argument has another dtype than above.
+        ValueError: if an argument has another shape than above.
+    """
+    check(
+        "hc_post_backward",
+        h=(h, "T N D", FLOATS),
+        dout=(dout, "T N D", h.dtype),
+        u=(u, "T D", h.dtype),
+        post=(post, "T N", FLOAT32_UP),
+        comb=(comb, "T N N", post.dtype),
+    )
+
+
 _FAMILY = "anymla.ops.hyper_connection"
 for _operation in (hc_pre, hc_post, hc_head, hc_post_pre_norm, hc_gates, hc_collapse_norm):
     _operation.register_lazy("reference", f"{_FAMILY}.reference")
@@ -357,3 +486,7 @@ for _operation in (hc_pre, hc_head, hc_post_pre_norm):
 hc_post.register_lazy("triton", f"{_TRITON}expand", supports=float32_support)
 for _operation in (hc_gates, hc_collapse_norm):
     _operation.register_lazy("triton", f"{_TRITON}delayed", supports=float32_support)
+for _gradient in (hc_pre_backward, hc_post_backward):
+    _gradient.register_lazy("reference", f"{_FAMILY}.reference")
+    _gradient.register_lazy("torch", f"{_FAMILY}.torch_backward")
+    _gradient.register_lazy("triton", f"{_TRITON}backward", supports=float32_support)
