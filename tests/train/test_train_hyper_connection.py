@@ -3,15 +3,20 @@
 import pytest
 import torch
 
-from anymla.ops.hyper_connection import hc_gates, hc_head, hc_post, hc_pre, reference
-from anymla.train import hyper_connection
+from anymla.ops.hyper_connection import (
+    hc_gates,
+    hc_head,
+    hc_post,
+    hc_pre,
+    reference,
+)
+from anymla.ops.hyper_connection.reference import sinkhorn_grad
 from anymla.train.hyper_connection import (
     hyper_collapse,
     hyper_gates,
     hyper_head,
     hyper_post,
     hyper_pre,
-    sinkhorn_grad,
 )
 
 EPS = {"norm_eps": 1e-6, "hc_eps": 1e-6}
@@ -118,7 +123,7 @@ def test_blocks_of_tokens_change_nothing_but_the_order_of_sums(monkeypatch):
     whole = torch.autograd.grad(
         hyper_pre(h, fn, base, scale, norm_weight=norm, **SITE)[0].sum(), (h, fn, base, scale, norm)
     )
-    monkeypatch.setattr(hyper_connection, "_CPU_BLOCK", 2 * 4 * 8)
+    monkeypatch.setattr(reference, "_CPU_BLOCK", 2 * 4 * 8)
     parts = torch.autograd.grad(
         hyper_pre(h, fn, base, scale, norm_weight=norm, **SITE)[0].sum(), (h, fn, base, scale, norm)
     )

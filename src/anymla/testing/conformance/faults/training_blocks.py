@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.ops.hyper_connection import reference as hyper_connection_reference
 from anymla.testing.conformance.faults.fault import fault_in
-from anymla.train import compressor, hyper_connection, indexer
+from anymla.train import compressor, indexer
 from anymla.train.plan import Plan
 from anymla.train.windows import Windows
 
@@ -33,7 +34,7 @@ def a_teacher_without_window_and_sink(
     return torch.where(args[2], mass, 0)
 
 
-@fault_in("sinkhorn_grad", hyper_connection, cases=("T9",))
+@fault_in("sinkhorn_grad", hyper_connection_reference, cases=("T9",))
 def the_gradient_of_sinkhorns_limit(
     good: Callable[..., Tensor], logits: Tensor, dcomb: Tensor, *, eps: float, iters: int
 ) -> Tensor:
