@@ -1,8 +1,9 @@
 """Check and time the blocks of ``anymla.train`` around attention on a device.
 
-``python -m lab.training_blocks [TOKENS]`` runs each block forward and backward at the sizes of
-V4-Flash. Before that, 300 tokens of it run on the device and on the CPU; the table shows the
-largest relative L2 error of a gradient.
+``python -m lab.training_blocks [TOKENS [ROWS.jsonl [BLOCK]]]`` runs each block, or those whose
+names begin so, forward and backward at the sizes of V4-Flash, and keeps the times in a file. Before
+that, 300 tokens of it run on the device and on the CPU; the table shows the largest relative L2
+error of a gradient.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anymla import train
+from anymla.bench.environment import environment
+from anymla.bench.gpu import device_facts
+from anymla.bench.report import append_lines
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import LayerSpec
@@ -104,16 +109,19 @@ def gradients(block: Block, device: str) -> tuple[list[Tensor | None], float, fl
 
     start = now()
     out = run(*inputs)
-    middle = now()
+    forward = now() - start
     pull = torch.linspace(-1, 1, out.numel()).sin().view_as(out).to(out)
+    start = now()
     found = torch.autograd.grad(out, inputs, pull, allow_unused=True)
-    return list(found), middle - start, now() - middle
+    return list(found), forward, now() - start
 
 
-def main(tokens: int, sizes: Sizes, device: str) -> None:
-    """Print a line for each block."""
+def main(tokens: int, sizes: Sizes, device: str, path: Path | None = None, only: str = "") -> None:
+    """Print a line for each block whose name begins with ``only``, and append rows to a file."""
     print(f"{tokens} tokens on {device}")
     for name, make in BLOCKS.items():
+        if not name.startswith(only):
+            continue
         torch.manual_seed(0)
         few = make(300, SMALL)
         pairs = zip(gradients(few, device)[0], gradients(few, "cpu")[0], strict=True)
@@ -136,9 +144,19 @@ def main(tokens: int, sizes: Sizes, device: str) -> None:
             f"peak {peak:7.0f} MiB  error {max(errors):.1e}",
             flush=True,
         )
+        if path is not None:
+            row = {
+                "part": "blocks of training", "case": f"{name}, {tokens} tokens",
+                "forward_ms": round(1e3 * forward, 2), "backward_ms": round(1e3 * backward, 2),
+                "peak_mib": round(peak), "relative_l2": float(f"{max(errors):.2g}"),
+            }  # fmt: skip
+            append_lines(
+                path, [row | environment("python -m lab.training_blocks") | device_facts()]
+            )
 
 
 if __name__ == "__main__":
     here = "cuda" if torch.cuda.is_available() else "cpu"
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
-    main(count, FLASH if here == "cuda" else SMALL, here)
+    file = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    main(count, FLASH if here == "cuda" else SMALL, here, file, "".join(sys.argv[3:4]))
