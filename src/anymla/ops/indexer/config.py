@@ -319,8 +319,8 @@ def choose_score_config(
         stages = 5 if together > 1 or paged_keys >= _DEEP_PIPELINE_KEYS else 4
     if listed:
         stages = min(stages, 2)
-    # On Intel 4 warps spill 100 registers and 8 warps none (docs/intel.md). On RDNA 8 warps spill up
-    # to 42 by Triton 3.7.1, and 4 warps none.
+    # On Intel 4 warps spill 100 registers and 8 warps none (docs/intel.md). On RDNA 8 warps spill
+    # up to 42 by Triton 3.7.1, and 4 warps none.
     warps = 8 if target.backend == "xpu" else 4
     return ScoreConfig(together, padded_heads, padded_width, padded_width, keys, warps, stages)
 
