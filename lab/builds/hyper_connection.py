@@ -45,7 +45,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name}, {tokens} tokens, no norm", functools.partial(_plain, shape, tokens)
     for tokens in TOKENS:
         yield f"V4.1-Flash, {tokens} tokens", functools.partial(_delayed, V41_FLASH, tokens)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in () if target.intel else (torch.bfloat16, torch.float32):
         label = f"V4-Flash, gradients, {str(dtype).removeprefix('torch.')}"
         yield label, functools.partial(_differentiate, V4_FLASH, dtype)
     for dtype in (torch.float16, torch.float32):

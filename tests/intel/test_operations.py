@@ -7,7 +7,12 @@ from agreement import assert_backends_agree
 from anymla.ops.registry import BackendUnavailable
 
 # Triton's kernels refuse Intel's GPUs, where torch computes them.
-REFUSED = {"prefill_attention_backward": "do not fit the registers of Intel's GPUs"}
+_REASON = "fit the registers of Intel's GPUs"
+REFUSED = {
+    "prefill_attention_backward": _REASON,
+    "hc_pre_backward": _REASON,
+    "hc_post_backward": _REASON,
+}
 NAMES = [name for name in ALL_NAMES if name not in REFUSED]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anymla.ops._quantized import check_codes
 from anymla.ops.device import float32_support
+from anymla.ops.hyper_connection.config import triton_backward_support
 from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require, wide_dtype
 
 
@@ -489,4 +490,4 @@ for _operation in (hc_gates, hc_collapse_norm):
 for _gradient in (hc_pre_backward, hc_post_backward):
     _gradient.register_lazy("reference", f"{_FAMILY}.reference")
     _gradient.register_lazy("torch", f"{_FAMILY}.torch_backward")
-    _gradient.register_lazy("triton", f"{_TRITON}backward", supports=float32_support)
+    _gradient.register_lazy("triton", f"{_TRITON}backward", supports=triton_backward_support)

@@ -526,7 +526,7 @@ def hc_pre_backward(
         None if x is None else x.contiguous() for x in (dy, dpre, dpost, dcomb, norm_weight)
     )
     config = choose_backward_config(h.dtype, target_of(device))
-    split = h.dtype == torch.bfloat16 and not config.wide
+    split = h.dtype == torch.bfloat16
     mixed = (launch_many(h, fn) if takes_many_tokens(h) else launch_mix(h, fn)).sum(1)
     launches = _site(
         (tuple(h.shape), h.stride()), mixed.stride(),
