@@ -39,6 +39,7 @@ OTHERS = {
     "pytest": "runs other tests",
     "torchrun": "needs several GPUs",
     "vllm": "needs vLLM",
+    "sglang": "needs SGLang and a GPU",
     "python": "needs vLLM",
     "curl": "needs vLLM's server",
     "ncu": "needs a GPU and Nsight Compute",
@@ -61,6 +62,7 @@ ELSEWHERE = {
     "before.jsonl": "takes minutes where kernels are interpreted",
     "xpu-attention": "needs Intel's compilers",
     "vllm": "needs vLLM",
+    "sglang": "needs SGLang and a GPU",
     "mypackage.attention:sparse_attention": "the reader's own package",
     "mypackage.attention:decode=sparse_attention": "the reader's own package",
 }

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from anymla.ops.device import Support, Target, float32_support, target_of
+from anymla.ops.device import Target, target_of
 from anymla.ops.pdl import target_has_pdl
 
 ROWS = 16
@@ -191,11 +191,3 @@ def choose_backward_config(dtype: torch.dtype, target: Target) -> BackwardConfig
     columns = 64 if wgmma else 16 if target.narrow else 32
     warps = 2 if target.narrow else 4  # of RDNA the fewest spills: 92 by Triton 3.7.1, 130 of four
     return BackwardConfig(columns=columns, num_warps=warps)
-
-
-def triton_backward_support(tensor: Tensor, *args: object, **keywords: object) -> Support:
-    """Return support of a gradient's call by backend "triton"."""
-    support = float32_support(tensor, *args, **keywords)
-    if support and target_of(tensor.device).intel:
-        return Support(False, "a tile of all streams does not fit the registers of Intel's GPUs")
-    return support

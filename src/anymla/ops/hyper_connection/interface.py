@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._quantized import check_codes
-from anymla.ops.device import float32_support
-from anymla.ops.hyper_connection.config import triton_backward_support
+from anymla.ops.device import Support, float32_support, target_of
 from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require, wide_dtype
 
 
@@ -487,7 +486,17 @@ for _operation in (hc_pre, hc_head, hc_post_pre_norm):
 hc_post.register_lazy("triton", f"{_TRITON}expand", supports=float32_support)
 for _operation in (hc_gates, hc_collapse_norm):
     _operation.register_lazy("triton", f"{_TRITON}delayed", supports=float32_support)
+
+
+def _gradient_support(tensor: Tensor, *args: object, **keywords: object) -> Support:
+    """Return support of a gradient's call by backend "triton"."""
+    support = float32_support(tensor, *args, **keywords)
+    if support and target_of(tensor.device).intel:
+        return Support(False, "a tile of all streams does not fit the registers of Intel's GPUs")
+    return support
+
+
 for _gradient in (hc_pre_backward, hc_post_backward):
     _gradient.register_lazy("reference", f"{_FAMILY}.reference")
     _gradient.register_lazy("torch", f"{_FAMILY}.torch_backward")
-    _gradient.register_lazy("triton", f"{_TRITON}backward", supports=triton_backward_support)
+    _gradient.register_lazy("triton", f"{_TRITON}backward", supports=_gradient_support)
