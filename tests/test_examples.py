@@ -62,7 +62,6 @@ ELSEWHERE = {
     "before.jsonl": "takes minutes where kernels are interpreted",
     "xpu-attention": "needs Intel's compilers",
     "vllm": "needs vLLM",
-    "sglang": "needs SGLang and a GPU",
     "mypackage.attention:sparse_attention": "the reader's own package",
     "mypackage.attention:decode=sparse_attention": "the reader's own package",
 }
