@@ -66,6 +66,10 @@ def choose_tile(rows: int, operand: torch.dtype, target: Target) -> TileConfig:
         return TileConfig(16 if rows <= _FEW_ROWS else 32, 32, 32, 16, 2)
     if operand == torch.float32:
         return TileConfig(16, 32, 32, 4, 2)
+    if target.narrow:
+        # RDNA spills up to 480 registers in steps of 128 channels, and 183 with 4 warps of 64 rows.
+        few = rows <= _FEW_ROWS
+        return TileConfig(16, 32, 64, 4, 2) if few else TileConfig(64, 64, 64, 8, 2)
     if rows <= _FEW_ROWS:
         return TileConfig(16, 32, 128, 4, 3 if target.shared_bytes > _THREE_STAGES_BYTES else 2)
     large = target.backend == "cuda" and target.shared_bytes >= _LARGE_TILE_BYTES

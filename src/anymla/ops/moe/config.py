@@ -382,6 +382,9 @@ def choose_config(shape: ExpertsShape, formats: ExpertFormats, target: Target) -
     grouped = shape.pairs > _MAX_UNGROUPED_PAIRS
     rows = min(_MAX_BLOCK_M, shape.pairs // max(1, shape.experts)) if grouped else 1
     tile = choose_tile(rows, operand, target)
+    if target.narrow and formats.weight == "fp8":
+        # A tile's two products of 64 channels spill up to 76 registers, of 32 none.
+        tile = dataclasses.replace(tile, block_k=32)
     if formats.quantized or formats.weight == "fp8":
         tile = within_quant_blocks(tile, formats.quant_block)
     block_k = tile.block_k
@@ -429,12 +432,13 @@ def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target)
         block_m = min(block_m, 64) if few else block_m
         # On Intel, steps of one scale take half the instructions; longer steps spill 51 registers.
         block_k = 32 if target.intel else block_k
-        return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, 3)
+        stages = 2 if target.narrow else 3
+        return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, stages)
     if uses_mma_sync(target):
         return _k_warps_config(shape, target)
     operand = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
     if not uses_wgmma(target):
-        return GemmConfig(True, grouped, 16, 64, 128, operand, 4, 4)
+        return GemmConfig(True, grouped, 16, 64, 128, operand, 4, 2 if target.narrow else 4)
     # A warpgroup waits for its products once a step, so long steps wait less often.
     block_n = 64 if share <= _MAX_SMALL_TILES else 128
     block_k = 128 if shape.inner % 256 or shape.d % 256 else 256
