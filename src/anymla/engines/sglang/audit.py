@@ -1,17 +1,16 @@
 """Audit of SGLang's DeepSeek-V4: attention and selection of a live server, whoever computes them.
 
 Nothing is replaced. Hooks record what attention and the indexer take and give for the sampled
-tokens of audited steps, in captured graphs as well (``anymla.audit.rows``). The rows that a token
-must attend to are found by SGLang's own tables of requests, not by the lists that it made of them,
-so that a wrong list is noticed too. A process of its own judges the cases.
+tokens of audited steps, by launches that captured graphs repeat (``anymla.audit.rows``). The rows
+that a token must attend to are found by SGLang's own tables of requests, not by the lists that it
+made of them, so that a wrong list is noticed too. A process of its own judges the cases.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
 from anymla.audit.auditor import Auditor, Judge
-from anymla.audit.packet import Held, Packed, Packet
+from anymla.audit.caches import planes_at
+from anymla.audit.packet import Held, Packet
 from anymla.audit.process import JudgeProcess
 from anymla.audit.rows import RowRecorder
 from anymla.audit.settings import Settings
+from anymla.audit.watcher import Watcher
 from anymla.engines.sglang.pinned import BACKEND, INDEXER, RUNNER, installed_version
-from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, get_layout
+from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8
 
 LOG = logging.getLogger("sglang.plugins.anymla.audit")
 WINDOW = 128
@@ -140,18 +141,18 @@ def forward_c4_indexer(
             watch.note_selection(c4_indexer)
 
 
-class Watch:
+class Watch(Watcher):
     """The audit of one backend.
 
     Attributes:
         backend: the ``DeepseekV4AttnBackend`` that is audited.
-        auditor: auditor that gets the cases.
         query: index query and weights of the layer whose selection runs; None before the first.
     """
 
     def __init__(self, backend: Any, auditor: Auditor) -> None:
         """Reserve memory for a token's tensors in each layer."""
-        self.backend, self.auditor, self.query = backend, auditor, None
+        super().__init__(auditor, torch.device(backend.device))
+        self.backend, self.query = backend, None
         config = backend.model_runner.model_config
         layers = int(config.num_hidden_layers)
         sections = [str(layer) for layer in range(layers)]
@@ -159,9 +160,7 @@ class Watch:
         # Query and result, an index query, and lists of slots.
         size = 2 * 2 * 512 * heads + 128 * 128 + 4 * 16384
         rows = auditor.settings.requests
-        device = torch.device(backend.device)
-        self.recorder = RowRecorder(device, rows, sections, rows * size)
-        self.device = device
+        self.recorder = RowRecorder(self.device, rows, sections, rows * size)
         self._ratios: dict[str, int] = {}
         self._scales: dict[str, float] = {}
         self._sinks: dict[str, Tensor] = {}
@@ -171,16 +170,6 @@ class Watch:
         self._positions: list[int] = []
         self._requests: list[int] = []
         self._names: list[str] = []
-        self._side: torch.cuda.Stream | None = None
-
-    @contextlib.contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """Count and log a fault of the audit itself; the server goes on."""
-        try:
-            yield
-        except Exception:
-            self.auditor.skipped += 1
-            LOG.exception("audit: %s could not be looked at", what)
 
     def begin(self, batch: Any) -> None:
         """Begin a step, and choose its tokens if it is audited."""
@@ -247,7 +236,7 @@ class Watch:
                 for section in self._layers:
                     with self.guarded(f"layer {section}"):
                         self._plan(packet, section)
-                self._hand_over(packet)
+                self.hand_over(packet, self.recorder)
         finally:
             auditor.end(tokens)
             self.recorder.release()
@@ -355,29 +344,6 @@ class Watch:
         found = torch.where(selected < 0, -1, found).int()
         return packet.hold(found), _held(packet, pages, slots, INDEX_FP8, ""), seen
 
-    def _hand_over(self, packet: Packet) -> None:
-        """Have the step's cases judged; the server waits for nothing."""
-        planned, marks = packet.planned, self.recorder.hold_marks(packet)
-        block = packet.block(self.device)
-        if self.device.type != "cuda":
-            self.auditor.submit_step(lambda: Packed(planned, block, marks=marks))
-            return
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        arrived = torch.cuda.Event()
-        with torch.cuda.stream(self._side):
-            host = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
-            host.copy_(block, non_blocking=True)
-            arrived.record()
-        block.record_stream(self._side)
-
-        def fetched() -> Packed:
-            arrived.synchronize()
-            return Packed(planned, host, marks=marks)
-
-        self.auditor.submit_step(fetched)
-
 
 _RECORDED = ("chosen", "selected", "table")
 
@@ -400,10 +366,5 @@ def _pages(buffer: Tensor, entries: int, width: int) -> Tensor:
 def _held(
     packet: Packet, cache: Tensor, slots: Tensor, layout: str, prefix: str
 ) -> dict[str, Held]:
-    """Hold the bytes of rows at slots [M, n]; slots outside the cache are clamped into it."""
-    data, scales = get_layout(layout).planes(cache)
-    assert scales is not None
-    slots = slots.long().clamp(0, cache.shape[0] * cache.shape[1] - 1)
-    page, offset = slots // cache.shape[1], slots % cache.shape[1]
-    found = {f"{prefix}data": data[page, offset], f"{prefix}scales": scales[page, offset]}
-    return {name: packet.hold(each) for name, each in found.items()}
+    """Hold the bytes of rows at slots [M, n]."""
+    return {n: packet.hold(each) for n, each in planes_at(cache, slots, layout, prefix).items()}

@@ -113,22 +113,21 @@ def select(q: Tensor, weights: Tensor, keys: Tensor, pages: Any, core: Any) -> N
         pages: SGLang's ``PagedIndexerMetadata``: page table and number of entries per token.
         core: SGLang's ``DSV4AttnMetadata``, whose lists are written; rows beyond T stay.
     """
-    rows = len(q)
     slots = core.c4_sparse_page_indices
     lengths = pages.compressed_seq_lens.flatten()
-    count = min(rows, len(slots), len(lengths), len(pages.page_table))
+    count = min(len(q), len(slots), len(lengths), len(pages.page_table))
+    table = pages.page_table[:count].int()
     raw = core.c4_sparse_raw_indices
-    width = slots.shape[1]
     select_topk(
         q[:count],
         keys.view(torch.uint8)[:, : _ENTRIES * _BYTES].view(len(keys), _ENTRIES, _BYTES),
         weights[:count].flatten(1).float(),
         lengths[:count].int(),
-        pages.page_table[:count].int(),
-        width,
+        table,
+        slots.shape[1],
         layout=INDEX_FP8,
         out=None if raw is None else raw[:count],
-        slot_table=pages.page_table[:count].int(),
+        slot_table=table,
         slot_page_size=pages.compressed_page_size,
         slots=slots[:count],
     )

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anymla.audit.caches import planes_at
 from anymla.audit.packet import Held
-from anymla.engines.vllm.audit.caches import planes_at
 from anymla.engines.vllm.audit.sample import Sample, on_device
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8
 

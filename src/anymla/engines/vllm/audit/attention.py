@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anymla.audit.caches import before, planes_at, slots_of
 from anymla.audit.packet import Held
 from anymla.engines.vllm import report
 from anymla.engines.vllm.attention import AttentionAdapter
-from anymla.engines.vllm.audit.caches import before, planes_at, slots_of
 from anymla.engines.vllm.audit.method import Look, Method
 from anymla.engines.vllm.audit.sample import Sample
 from anymla.engines.vllm.audit.weights import block_of_outputs, group_weight

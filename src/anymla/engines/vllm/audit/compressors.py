@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from anymla.audit.caches import before, planes_at, rows_at, slots_of
 from anymla.audit.packet import Held
-from anymla.engines.vllm.audit.caches import before, planes_at, rows_at, slots_of
 from anymla.engines.vllm.audit.method import Layer, Look, Method, Watch
 from anymla.engines.vllm.audit.sample import Sample, on_device
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 
 from anymla.audit.auditor import Auditor
-from anymla.audit.packet import Packed, Packet
 from anymla.audit.rows import RowRecorder
 from anymla.engines.vllm.audit.at_rest import RowsAtRest
 from anymla.engines.vllm.audit.method import Layer, Method, Watch
@@ -55,7 +53,6 @@ class Hooks(Watch):
         self.at_rest = RowsAtRest(self._attentions)
         self.streams = StreamCalls(self, every)
         self.streams.wrap_layers(model)
-        self._side: torch.cuda.Stream | None = None
         inner: Any = model.model
         inner.forward = self._forward(inner.forward)
 
@@ -166,7 +163,7 @@ class Hooks(Watch):
                 with self.guarded("rows at rest"):
                     self.at_rest.visit(sample, metadata)
                 with self.guarded("a step"):
-                    self._hand_over(sample.packet)
+                    self.hand_over(sample.packet, self.recorder)
         finally:
             self.sample = None
             self.recorder.release()
@@ -180,29 +177,6 @@ class Hooks(Watch):
         for each in methods:
             with self.guarded(f"{type(each).__name__} of {prefix}"):
                 each.plan_cases(sample)
-
-    def _hand_over(self, packet: Packet) -> None:
-        """Have the step's cases judged; the engine waits for nothing."""
-        planned, marks = packet.planned, self.recorder.hold_marks(packet)
-        block = packet.block(self.device)
-        if self.device.type != "cuda":
-            self.auditor.submit_step(lambda: Packed(planned, block, marks=marks))
-            return
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        arrived = torch.cuda.Event()
-        with torch.cuda.stream(self._side):
-            host = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
-            host.copy_(block, non_blocking=True)
-            arrived.record()
-        block.record_stream(self._side)  # no step that waits for its judge keeps it
-
-        def fetched() -> Packed:
-            arrived.synchronize()
-            return Packed(planned, host, marks=marks)
-
-        self.auditor.submit_step(fetched)
 
 
 def _row_bytes(layer: Any) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.audit.caches import planes_at, slots_of
 from anymla.audit.packet import Held
-from anymla.engines.vllm.audit.caches import planes_at, slots_of
 from anymla.engines.vllm.audit.method import Layer, Look, Method, Watched
 from anymla.engines.vllm.audit.sample import Sample
 from anymla.formats.page_layout import INDEX_FP8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from anymla.audit.auditor import Auditor
 from anymla.audit.rows import RowRecorder
+from anymla.audit.watcher import Watcher
 from anymla.engines.vllm.audit.sample import Sample
 
 LOG = init_logger("vllm.plugins.anymla.audit")
@@ -23,18 +24,16 @@ Look = Generator[None, Any, None]
 Watched = tuple[Any, str, Callable[..., Look]]
 
 
-class Watch:
+class Watch(Watcher):
     """State that all audited methods of a model share.
 
     Attributes:
-        auditor: auditor that gets the cases.
-        device: device of the model.
         sample: sample of the running step; None if it is not audited.
     """
 
     def __init__(self, auditor: Auditor, device: torch.device) -> None:
         """Watch nothing yet."""
-        self.auditor, self.device = auditor, device
+        super().__init__(auditor, device)
         self.sample: Sample | None = None
         self._recorder: RowRecorder | None = None
 
@@ -58,15 +57,6 @@ class Watch:
                 self.recorder.note(section, name, tensor)
         if not self.recorder.captured:
             self.recorder.flush()
-
-    @contextlib.contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """Count and log a fault of the audit itself; the engine goes on."""
-        try:
-            yield
-        except Exception:
-            self.auditor.skipped += 1
-            LOG.exception("audit: %s could not be looked at", what)
 
 
 @dataclasses.dataclass(frozen=True)
