@@ -95,9 +95,10 @@ def command(
         raise BadInput("--report has all of it; only --device goes with it")
     if no_speed:
         click.echo("--no-speed: doctor times nothing; `anymla bench` does", err=True)
-    for engine in ["vllm"] * vllm + ["sglang"] * sglang:
-        _show_plugin(engine, json_file, silent=silent)
+    if vllm and sglang:
+        raise BadInput("--vllm and --sglang: one of them at a time")
     if vllm or sglang:
+        _show_plugin("vllm" if vllm else "sglang", json_file, silent=silent)
         return
     with bad_input():
         place = named_device(device)
