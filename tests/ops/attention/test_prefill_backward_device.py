@@ -76,7 +76,9 @@ def test_rows_behind_2_to_the_31_elements():
     rows[far:] = torch.randn(8, dim, device=device).bfloat16()
     ranges = torch.tensor([[far, 2, far, 4]] * 4, dtype=torch.int32, device=device)
     lists = torch.tensor([[1, 3, 3, 5]] * 4, dtype=torch.int32, device=device)
-    lse = torch.zeros(4, heads, device=device)
+    listed = torch.tensor([0, 1, 1, 3, 3, 5], device=device)  # a window of two, and the list
+    scores = q.double() @ rows[far:][listed].double().T * dim**-0.5
+    lse = scores.logsumexp(-1).float()
     call = {"window": 2, "entries": 4}
     near = ranges - torch.tensor([far, 0, far, 0], device=device).int()
     want = prefill_attention_backward(
