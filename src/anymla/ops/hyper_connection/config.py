@@ -189,5 +189,6 @@ def choose_backward_config(dtype: torch.dtype, target: Target) -> BackwardConfig
     # reads them from shared memory.
     wgmma = target.name == "sm_90" and dtype == torch.bfloat16
     columns = 64 if wgmma else 16 if target.narrow else 32
-    warps = 2 if target.narrow else 4  # of RDNA the fewest spills: 92 by Triton 3.7.1, 130 of four
+    # RDNA spills 92 registers with two warps by Triton 3.7.1, and 130 with four.
+    warps = 2 if target.narrow else 4
     return BackwardConfig(columns=columns, num_warps=warps)
