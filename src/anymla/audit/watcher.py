@@ -34,7 +34,7 @@ class Watcher:
             self.auditor.skipped += 1
             self.auditor.log.exception("audit: %s could not be looked at", what)
 
-    def hand_over(self, packet: Packet, recorder: RowRecorder) -> None:
+    def submit(self, packet: Packet, recorder: RowRecorder) -> None:
         """Have a step's cases judged; the engine waits for nothing."""
         planned, marks = packet.planned, recorder.hold_marks(packet)
         block = packet.block(self.device)

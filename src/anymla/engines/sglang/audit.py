@@ -236,7 +236,7 @@ class Watch(Watcher):
                 for section in self._layers:
                     with self.guarded(f"layer {section}"):
                         self._plan(packet, section)
-                self.hand_over(packet, self.recorder)
+                self.submit(packet, self.recorder)
         finally:
             auditor.end(tokens)
             self.recorder.release()

@@ -163,7 +163,7 @@ class Hooks(Watch):
                 with self.guarded("rows at rest"):
                     self.at_rest.visit(sample, metadata)
                 with self.guarded("a step"):
-                    self.hand_over(sample.packet, self.recorder)
+                    self.submit(sample.packet, self.recorder)
         finally:
             self.sample = None
             self.recorder.release()
