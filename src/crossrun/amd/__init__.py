@@ -70,7 +70,7 @@ def install(name: str) -> Any:
         import triton
         from triton.backends import backends
 
-        from crossrun.amd.driver import AmdDriver, Device
+        from crossrun.amd.driver import Device, amd_driver
 
         compiler = backends["amd"].compiler
 
@@ -90,5 +90,5 @@ def install(name: str) -> Any:
 
         backends["amd"] = dataclasses.replace(backends["amd"], compiler=AssemblyCompiler)
         _installed[name] = Device(name, *TARGETS[name])
-        triton.runtime.driver.set_active(AmdDriver(_installed[name]))
+        triton.runtime.driver.set_active(amd_driver(_installed[name]))
     return _installed[name]

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 
 from crossrun.amd.errors import Fault
 from crossrun.amd.machine import Machine, address_of
 from crossrun.amd.memory import HostMemory
 from crossrun.amd.program import Program
+from crossrun.cpu_driver import CpuDriver
 
 _NUMBERS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H",
@@ -120,91 +120,32 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-class _Utils:
-    """Functions that Triton calls on a device driver."""
+def amd_driver(device: Device) -> CpuDriver:
+    """Make Triton's driver of a pretended device."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def load(name: str, code: bytes) -> tuple[Any, ...]:
+        return None, device.load(code.decode(), name), 0, 0, _THREADS
 
-    def get_device_properties(self, device: int) -> dict[str, Any]:
-        """Return the limits of a launch."""
-        return {
-            "max_shared_mem": self._device.shared_bytes,
-            "multiprocessor_count": self._device.compute_units,
-            "warpSize": self._device.lanes,
-            "arch": self._device.name,
-        }
+    def launch(
+        kernel: Machine, given: list[tuple[str, Any]], grid: tuple[int, int, int], metadata: Any
+    ) -> None:
+        fields, ranges = [], []
+        for kind, value in given:
+            if kind.startswith("*"):
+                fields.append(struct.pack("<Q", 0 if value is None else value.data_ptr()))
+                if value is not None:
+                    ranges.append(_range_of(value))
+            elif kind not in _NUMBERS:
+                raise Fault(f"an argument of type {kind} is not known")
+            else:
+                fields.append(struct.pack("<" + _NUMBERS[kind], value))
+        threads = metadata.num_warps * device.lanes
+        device.launch(kernel, fields, ranges, grid, threads, metadata.shared)
 
-    def load_binary(self, name: str, module: bytes, *_: Any) -> tuple[Any, Any, int, int, int]:
-        """Return module, kernel, registers, spills and the most threads of a work-group."""
-        return None, self._device.load(module.decode(), name), 0, 0, _THREADS
-
-
-def _launcher(device: Device) -> type:
-    class Launcher:
-        """Runs one compiled kernel to its end."""
-
-        def __init__(self, source: Any, metadata: Any) -> None:
-            self._kinds = list(source.signature.values())
-            self._threads = metadata.num_warps * device.lanes
-            self._lds = metadata.shared
-
-        def __call__(self, x: int, y: int, z: int, stream: None, kernel: Any, *rest: Any) -> None:
-            # The arguments behind are packed and launch metadata, two hooks, and the kernel's own
-            # arguments.
-            fields, ranges = [], []
-            for kind, value in zip(self._kinds, rest[4:], strict=True):
-                if kind.startswith("*"):
-                    fields.append(struct.pack("<Q", 0 if value is None else value.data_ptr()))
-                    if value is not None:
-                        ranges.append(_range_of(value))
-                elif kind != "constexpr":
-                    if kind not in _NUMBERS:
-                        raise Fault(f"an argument of type {kind} is not known")
-                    fields.append(struct.pack("<" + _NUMBERS[kind], value))
-            device.launch(kernel, fields, ranges, (x, y, z), self._threads, self._lds)
-
-    return Launcher
-
-
-class AmdDriver(DriverBase):  # type: ignore[misc]
-    """One device, interpreted, and no streams."""
-
-    def __init__(self, device: Device) -> None:
-        """Drive a pretended device."""
-        self.device = device
-        self.utils = _Utils(device)
-        self.launcher_cls = _launcher(device)
-
-    @classmethod
-    def is_active(cls) -> bool:
-        """Return False: this driver is chosen explicitly, never detected."""
-        return False
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        """Return the type as it is: no launcher is compiled."""
-        return ty
-
-    def get_current_device(self) -> int:
-        """Return the only device, 0."""
-        return 0
-
-    def get_current_stream(self, device: int) -> None:
-        """Return None, since kernels run when they are launched."""
-        return None
-
-    def get_current_target(self) -> GPUTarget:
-        """Return the target that kernels are compiled for."""
-        return GPUTarget("hip", self.device.name, self.device.lanes)
-
-    def get_active_torch_device(self) -> torch.device:
-        """Return torch's CPU device."""
-        return torch.device("cpu")
-
-    def get_device_interface(self) -> Any:
-        """Return torch's module of the device."""
-        return torch.cpu
-
-    def get_benchmarker(self) -> Any:
-        """Raise an error, since there is no benchmarker."""
-        raise NotImplementedError("times on this device mean nothing")
+    properties = {
+        "max_shared_mem": device.shared_bytes,
+        "multiprocessor_count": device.compute_units,
+        "warpSize": device.lanes,
+        "arch": device.name,
+    }
+    return CpuDriver(GPUTarget("hip", device.name, device.lanes), properties, load, launch)

@@ -59,7 +59,7 @@ def install(*, dpas: bool = False, cache: Path = _CACHE) -> Any:
     import triton
     from triton.backends import backends
 
-    from crossrun.intel.driver import CpuDriver
+    from crossrun.intel.driver import intel_driver
     from crossrun.intel.runtime import Runtime
 
     properties = xpu_properties(*(_ARC_B if dpas else _ARC_A)) | {
@@ -71,5 +71,5 @@ def install(*, dpas: bool = False, cache: Path = _CACHE) -> Any:
     compiler = backends["intel"].compiler.__init__.__globals__
     compiler["compile_module_from_src"] = lambda *given, **named: unknown
     runtime = Runtime(cache.expanduser())
-    triton.runtime.driver.set_active(CpuDriver(runtime, properties))
+    triton.runtime.driver.set_active(intel_driver(runtime, properties))
     return runtime
