@@ -56,6 +56,20 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Value]
     return apply
 
 
+# Functions of two that propagate NaN, that ignore it, and of Python's numbers.
+_LARGER = (torch.maximum, torch.fmax, max)
+_SMALLER = (torch.minimum, torch.fmin, min)
+
+
+def _atomic(combine: Callable[[Value, Value], Value]) -> Callable[..., Value]:
+    """Make a method that stores a function of memory and x, and returns the earlier values."""
+
+    def atomic(self: Language, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
+        return self._changed(pointer, x, mask, combine)
+
+    return atomic
+
+
 class Language:
     """Stand-ins for names of ``gluon.language``; all other names are the real ones."""
 
@@ -160,11 +174,11 @@ class Language:
 
     def maximum(self, a: Any, b: Any, propagate_nan: Any = None) -> Value:
         """Return the larger of two; of a NaN and a number the number, unless NaN propagates."""
-        return _extreme(a, b, propagate_nan, torch.maximum, torch.fmax, max)
+        return _extreme(a, b, propagate_nan, *_LARGER)
 
     def minimum(self, a: Any, b: Any, propagate_nan: Any = None) -> Value:
         """Return the smaller of two; of a NaN and a number the number, unless NaN propagates."""
-        return _extreme(a, b, propagate_nan, torch.minimum, torch.fmin, min)
+        return _extreme(a, b, propagate_nan, *_SMALLER)
 
     def clamp(self, x: Any, low: Any, high: Any, **_: Any) -> Value:
         """Limit x to the range from ``low`` to ``high``."""
@@ -331,40 +345,20 @@ class Language:
         there = None if mask is None else as_value(mask)
         self._machine.memory.store(pointer, as_value(x), there)
 
-    def atomic_add(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """Add to global memory; return the earlier values."""
-        return self._atomic(pointer, x, mask, operator.add)
-
-    def atomic_max(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """Store the maximum to global memory; return the earlier values."""
-        return self._atomic(pointer, x, mask, self.maximum)
-
-    def atomic_min(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """Store the minimum to global memory; return the earlier values."""
-        return self._atomic(pointer, x, mask, self.minimum)
-
-    def atomic_and(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """Store the bitwise and to global memory; return the earlier values."""
-        return self._atomic(pointer, x, mask, operator.and_)
-
-    def atomic_or(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """Store the bitwise or to global memory; return the earlier values."""
-        return self._atomic(pointer, x, mask, operator.or_)
-
-    def atomic_xor(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """Store the exclusive or to global memory; return the earlier values."""
-        return self._atomic(pointer, x, mask, operator.xor)
-
-    def atomic_xchg(self, pointer: Value, x: Any, mask: Any = None, **_: Any) -> Value:
-        """Exchange with global memory; return the earlier values."""
-        return self._atomic(pointer, x, mask, lambda old, new: new)
+    atomic_add = _atomic(operator.add)
+    atomic_max = _atomic(lambda old, new: _extreme(old, new, None, *_LARGER))
+    atomic_min = _atomic(lambda old, new: _extreme(old, new, None, *_SMALLER))
+    atomic_and = _atomic(operator.and_)
+    atomic_or = _atomic(operator.or_)
+    atomic_xor = _atomic(operator.xor)
+    atomic_xchg = _atomic(lambda old, new: new)
 
     def atomic_cas(self, pointer: Value, compared: Any, x: Any, **_: Any) -> Value:
         """Store x where memory equals ``compared``; return the earlier values."""
         expected = as_value(compared)
-        return self._atomic(pointer, x, None, lambda old, new: chosen(old == expected, new, old))
+        return self._changed(pointer, x, None, lambda old, new: chosen(old == expected, new, old))
 
-    def _atomic(
+    def _changed(
         self, pointer: Value, x: Any, mask: Any, combine: Callable[[Value, Value], Value]
     ) -> Value:
         """Combine elements with global memory, one after the other."""

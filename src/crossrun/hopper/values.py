@@ -34,7 +34,6 @@ class Layout:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Layout:
         """Return the same layout, since parameters do not matter."""
-        """Itself."""
         return self
 
     def __getattr__(self, name: str) -> Layout:
@@ -54,6 +53,40 @@ class Type:
     def __init__(self, value: Value) -> None:
         self.shape = value.shape
         self.scalar = self.element_ty = value.dtype
+
+
+def _divided(x: Any, y: Any) -> Any:
+    """Divide, rounding towards zero; division by zero gives an arbitrary number."""
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        y = torch.where(y == 0, 1, y) if isinstance(y, Tensor) else y or 1
+        x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=y.dtype)
+        return torch.div(x, y, rounding_mode="trunc")
+    if y == 0:
+        return -1
+    return x // y if (x < 0) == (y < 0) else -(-x // y)
+
+
+def _remainder(x: Any, y: Any) -> Any:
+    """Return the remainder with the dividend's sign."""
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        if isinstance(y, Tensor) and not y.is_floating_point():
+            y = torch.where(y == 0, 1, y)
+        x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=y.dtype)
+        return torch.fmod(x, y)
+    return x - _divided(x, y) * y
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Value, Any], Value]:
+    return lambda a, b: _arithmetic(a, b, function)
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Value, Any], Value]:
+    """Make a method for a number before an operator, whose other operand is the value."""
+    return lambda a, b: _arithmetic(a, b, lambda x, y: function(y, x))
+
+
+def _comparison(function: Callable[[Any, Any], Any]) -> Any:
+    return lambda a, b: _compared(a, b, function)
 
 
 class Value:
@@ -161,58 +194,21 @@ class Value:
             return _moved(self, other, operator.sub)
         return _arithmetic(self, other, operator.sub)
 
-    def __rsub__(self, other: Any) -> Value:
-        return _arithmetic(self, other, lambda x, y: y - x)
-
-    def __mul__(self, other: Any) -> Value:
-        return _arithmetic(self, other, operator.mul)
-
-    __rmul__ = __mul__
-
-    def __and__(self, other: Any) -> Value:
-        return _arithmetic(self, other, operator.and_)
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Value:
-        return _arithmetic(self, other, operator.or_)
-
-    __ror__ = __or__
-
-    def __xor__(self, other: Any) -> Value:
-        return _arithmetic(self, other, operator.xor)
-
-    __rxor__ = __xor__
-
-    def __lshift__(self, other: Any) -> Value:
-        return _arithmetic(self, other, operator.lshift)
-
-    def __rlshift__(self, other: Any) -> Value:
-        return _arithmetic(self, other, lambda x, y: y << x)
-
-    def __rshift__(self, other: Any) -> Value:
-        return _arithmetic(self, other, operator.rshift)
-
-    def __rrshift__(self, other: Any) -> Value:
-        return _arithmetic(self, other, lambda x, y: y >> x)
+    __rsub__ = _reflected(operator.sub)
+    __mul__ = __rmul__ = _binary(operator.mul)
+    __and__ = __rand__ = _binary(operator.and_)
+    __or__ = __ror__ = _binary(operator.or_)
+    __xor__ = __rxor__ = _binary(operator.xor)
+    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
+    __floordiv__, __rfloordiv__ = _binary(_divided), _reflected(_divided)
+    __mod__, __rmod__ = _binary(_remainder), _reflected(_remainder)
 
     def __truediv__(self, other: Any) -> Value:
         return _quotient(self, other)
 
     def __rtruediv__(self, other: Any) -> Value:
         return _quotient(as_value(other), self)
-
-    def __floordiv__(self, other: Any) -> Value:
-        return _arithmetic(self, other, _divided)
-
-    def __rfloordiv__(self, other: Any) -> Value:
-        return _arithmetic(self, other, lambda x, y: _divided(y, x))
-
-    def __mod__(self, other: Any) -> Value:
-        return _arithmetic(self, other, _remainder)
-
-    def __rmod__(self, other: Any) -> Value:
-        return _arithmetic(self, other, lambda x, y: _remainder(y, x))
 
     def __neg__(self) -> Value:
         return _wrapped(-self.data, self.kind)
@@ -225,23 +221,9 @@ class Value:
             return Value(not self.data, BOOL)
         return _wrapped(~self.data, self.kind)
 
-    def __lt__(self, other: Any) -> Value:
-        return _compared(self, other, operator.lt)
-
-    def __le__(self, other: Any) -> Value:
-        return _compared(self, other, operator.le)
-
-    def __gt__(self, other: Any) -> Value:
-        return _compared(self, other, operator.gt)
-
-    def __ge__(self, other: Any) -> Value:
-        return _compared(self, other, operator.ge)
-
-    def __eq__(self, other: object) -> Any:
-        return _compared(self, other, operator.eq)
-
-    def __ne__(self, other: object) -> Any:
-        return _compared(self, other, operator.ne)
+    __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
+    __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+    __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
 
     def logical_and(self, other: Any) -> Value:
         """Return the logical and of truth values."""
@@ -375,27 +357,6 @@ def _moved(pointer: Value, offset: Any, function: Callable[[Any, Any], Any]) -> 
         data = data.to(torch.int64)
     size = pointer.kind.element.itemsize
     return Value(function(pointer.data, data if size == 1 else data * size), pointer.kind)
-
-
-def _divided(x: Any, y: Any) -> Any:
-    """Divide, rounding towards zero; division by zero gives an arbitrary number."""
-    if isinstance(x, Tensor) or isinstance(y, Tensor):
-        y = torch.where(y == 0, 1, y) if isinstance(y, Tensor) else y or 1
-        x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=y.dtype)
-        return torch.div(x, y, rounding_mode="trunc")
-    if y == 0:
-        return -1
-    return x // y if (x < 0) == (y < 0) else -(-x // y)
-
-
-def _remainder(x: Any, y: Any) -> Any:
-    """Return the remainder with the dividend's sign."""
-    if isinstance(x, Tensor) or isinstance(y, Tensor):
-        if isinstance(y, Tensor) and not y.is_floating_point():
-            y = torch.where(y == 0, 1, y)
-        x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=y.dtype)
-        return torch.fmod(x, y)
-    return x - _divided(x, y) * y
 
 
 def _quotient(a: Value, b: Any) -> Value:
