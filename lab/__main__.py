@@ -5,13 +5,10 @@ Exit codes are those of ``anymla``, and 1 if a build or a gate fails.
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from anymla.cli import commands
 from anymla.cli.bench_rows import LAB
-from anymla.cli.manners import manners, never_fail_to_print
 from lab.cli.attention import attention
 from lab.cli.build_matrix import build_matrix
 from lab.cli.cpu import cpu
@@ -26,23 +23,8 @@ from lab.cli.same_code import same_code
 from lab.cli.xpu import xpu_attention
 
 
-class _Lab(commands.Group):
-    """A group whose commands end as those of ``anymla`` do."""
-
-    def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Read this group's own words, of which --help prints."""
-        never_fail_to_print()
-        with manners():
-            return super().make_context(*args, **extra)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what the system or the user does to it is one line, or none."""
-        with manners():
-            return super().invoke(ctx)
-
-
 @click.group(
-    cls=_Lab,
+    cls=commands.Program,
     examples=[f"{LAB} build-matrix --first file --target sm_90", f"{LAB} layer --model flash"],
     context_settings={"help_option_names": ["-h", "--help"]},
 )

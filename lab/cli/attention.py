@@ -17,6 +17,7 @@ from anymla.cli.bench_rows import (
     require_gpu,
     require_known,
 )
+from anymla.cli.numbers import count
 from lab.cli.requirements import require_peer
 
 
@@ -36,11 +37,11 @@ from lab.cli.requirements import require_peer
 @click.option("--v41", is_flag=True, help="Instead: over the rows of DeepSeek-V4.1, and V4's.")
 @click.option("--fused-end", is_flag=True, help="Instead: with FP8 heads, fused and apart.")
 @click.option("--verification", is_flag=True, help="Instead: steps that verify drafts.")
-@click.option("--random", "drawn", type=click.IntRange(min=1), help="Instead: so many shapes.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random shapes.")
+@count("--random", "drawn", help="Instead: so many shapes.")
+@count("--seed", default=0, help="Of the random shapes.", least=0)
 @click.option("--schedules", is_flag=True, help="Random shapes by all that could be chosen.")
 @click.option("--planned", is_flag=True, help="With work shared out once for all calls.")
-@click.option("--heads", type=click.IntRange(min=1), multiple=True, help="Only these; repeatable.")
+@count("--heads", multiple=True, help="Only these; repeatable.")
 def attention(
     json_file: Path | None,
     backend: str,

@@ -15,6 +15,7 @@ from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import command_line, json_option, require_known
 from anymla.cli.files import write_text
+from anymla.cli.numbers import count
 
 
 @commands.command(examples=["python -m lab build-matrix --first file --target sm_90"])
@@ -28,13 +29,7 @@ from anymla.cli.files import write_text
     default=None,
     help="Only the first build of each kernel, or file of kernels, and target.",
 )
-@click.option(
-    "--workers",
-    default=os.cpu_count() or 1,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Processes.",
-)
+@count("--workers", default=os.cpu_count() or 1, help="Processes.")
 def build_matrix(
     json_file: Path | None,
     chosen: tuple[str, ...],

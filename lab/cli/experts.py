@@ -9,6 +9,7 @@ import click
 
 from anymla.cli import commands
 from anymla.cli.bench_rows import json_option, measure, require_gpu
+from anymla.cli.numbers import count
 
 if TYPE_CHECKING:
     from lab.peers.experts import ExpertsPeer
@@ -25,15 +26,9 @@ _PEERS = ("marlin", "triton_kernels", "humming", "humming_token")
     type=click.Choice(["flash", "pro", "flash-41"]),
     default=("flash",),
 )
-@click.option("--experts", "count", default=32, show_default=True, type=click.IntRange(min=6))
-@click.option("--tokens", "tokens", multiple=True, type=click.IntRange(min=1), help="Repeatable.")
-@click.option(
-    "--tensor-parallel",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="GPUs that share each expert, of which one is timed.",
-)
+@count("--experts", "count", default=32, least=6)
+@count("--tokens", "tokens", multiple=True, help="Repeatable.")
+@count("--tensor-parallel", default=1, help="GPUs that share each expert, of which one is timed.")
 @click.option("--backend", "backends", multiple=True, help="Beside what is chosen; repeatable.")
 @click.option(
     "--block",

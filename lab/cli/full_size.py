@@ -11,6 +11,7 @@ import click
 from anymla.cli import commands
 from anymla.cli.bad_input import bad_input
 from anymla.cli.bench_rows import command_line, gpu_facts, json_option, require_gpu, tell
+from anymla.cli.numbers import count
 from anymla.cli.run_options import all_reduce_option, as_one, device_option, shared_ranks
 from anymla.model.build import shares_channels
 from anymla.model.load import DTYPES
@@ -34,21 +35,14 @@ _BAR_US = 8000.0
     show_default=True,
     type=click.Choice(["flash-0731", "pro-0813", "tiny"]),
 )
-@click.option("--layers", type=click.IntRange(min=1), help="Of the backbone; default: all.")
-@click.option("--experts", type=click.IntRange(min=6), help="Routed ones; default: all.")
+@count("--layers", help="Of the backbone; default: all.")
+@count("--experts", help="Routed ones; default: all.", least=6)
 @device_option
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(list(DTYPES)))
-@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8, 32))
-@click.option(
-    "--context",
-    "contexts",
-    multiple=True,
-    type=click.IntRange(min=1),
-    default=(8192, 131072),
-    help="Tokens.",
-)
-@click.option("--draft-tokens", type=click.IntRange(min=1), help="Default: the drafter's block.")
-@click.option("--steps", default=24, show_default=True, type=click.IntRange(min=1), help="Timed.")
+@count("--batch", "batches", multiple=True, default=(1, 8, 32))
+@count("--context", "contexts", multiple=True, default=(8192, 131072), help="Tokens.")
+@count("--draft-tokens", help="Default: the drafter's block.")
+@count("--steps", default=24, help="Timed.")
 @click.option(
     "--share-experts",
     default="auto",

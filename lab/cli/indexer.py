@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from anymla.cli import commands
 from anymla.cli.bench_rows import json_option, measure, require_cases, require_gpu, require_known
+from anymla.cli.numbers import count
 from lab.cli.requirements import require_peer
 
 
@@ -27,12 +28,11 @@ from lab.cli.requirements import require_peer
     show_default=True,
     help="Decoding, prefill, or both.",
 )
-@click.option(
+@count(
     "--most-keys",
     default=262_144,
-    show_default=True,
-    type=click.IntRange(min=64),
     help="Leave out longer contexts (entries, a quarter of the tokens).",
+    least=64,
 )
 @click.option(
     "--topk-library",

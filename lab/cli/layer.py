@@ -19,7 +19,7 @@ from anymla.cli.bench_rows import (
     require_gpu,
     tell,
 )
-from anymla.cli.numbers import Finite
+from anymla.cli.numbers import Finite, count
 from anymla.cli.run_options import device_option
 from anymla.runtime.device_step import Reads
 from anymla.runtime.devices import named_device
@@ -34,19 +34,11 @@ from lab.peers import Peer
     "--model", "models", multiple=True, type=click.Choice(["flash", "pro"]), help="Repeatable."
 )
 @click.option("--ratio", "ratios", multiple=True, type=click.Choice(["0", "4", "128"]))
-@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1))
-@click.option("--context", "contexts", multiple=True, type=click.IntRange(min=1), help="Tokens.")
-@click.option(
-    "--queries", default=1, show_default=True, type=click.IntRange(min=1), help="Of a request."
-)
-@click.option("--experts", default=32, show_default=True, type=click.IntRange(min=6))
-@click.option(
-    "--share",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="GPUs of tensor parallelism: one GPU's part, without their sums.",
-)
+@count("--batch", "batches", multiple=True)
+@count("--context", "contexts", multiple=True, help="Tokens.")
+@count("--queries", default=1, help="Of a request.")
+@count("--experts", default=32, least=6)
+@count("--share", default=1, help="GPUs of tensor parallelism: one GPU's part, without their sums.")
 @click.option(
     "--reads",
     "reads",
@@ -125,10 +117,10 @@ def layer(
     "--model", default="flash", show_default=True, type=click.Choice(["flash", "pro", "flash-41"])
 )
 @click.option("--kv-cache", default="fp8", show_default=True, type=click.Choice(["fp8", "nvfp4"]))
-@click.option("--layers", default=43, show_default=True, type=click.IntRange(min=1))
-@click.option("--experts", default=8, show_default=True, type=click.IntRange(min=6))
-@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
-@click.option("--context", default=4096, show_default=True, type=click.IntRange(min=1))
+@count("--layers", default=43)
+@count("--experts", default=8, least=6)
+@count("--batch", "batches", multiple=True, default=(1, 8))
+@count("--context", default=4096)
 @click.option("--graphs-only", is_flag=True, help="Neither of the other two.")
 @click.option("--ngrams", is_flag=True, help="V4.1's, read from small tables on the host.")
 def model(
@@ -172,7 +164,7 @@ def model(
 @commands.command(examples=["python -m lab traffic --steps 200"])
 @json_option
 @device_option
-@click.option("--steps", default=10_000, show_default=True, type=click.IntRange(min=1))
+@count("--steps", default=10_000)
 @click.option("--seconds", type=Finite(min=0, min_open=True), help="Stop after so long.")
 def traffic(json_file: Path | None, device: str | None, steps: int, seconds: float | None) -> None:
     """Serve random requests with a tiny model after its warm-up.

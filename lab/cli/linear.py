@@ -8,6 +8,7 @@ import click
 
 from anymla.cli import commands
 from anymla.cli.bench_rows import json_option, measure, require_gpu
+from anymla.cli.numbers import count
 
 
 @commands.command(examples=["python -m lab linear --model flash --tokens 1 --tokens 128"])
@@ -19,7 +20,7 @@ from anymla.cli.bench_rows import json_option, measure, require_gpu
     type=click.Choice(["flash", "pro", "flash-41"]),
     default=("flash",),
 )
-@click.option("--tokens", "tokens", multiple=True, type=click.IntRange(min=1), help="Repeatable.")
+@count("--tokens", "tokens", multiple=True, help="Repeatable.")
 def linear(json_file: Path | None, models: tuple[str, ...], tokens: tuple[int, ...]) -> None:
     """Time the FP8 products of a decode layer, of activations that come quantised (V4.1's do not).
 

@@ -12,6 +12,7 @@ from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.bench_rows import require_known
 from anymla.cli.files import write_text
+from anymla.cli.numbers import count
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -31,7 +32,7 @@ def same_code() -> None:
 @click.argument("output", type=_FILE)
 @click.option("--target", "chosen", multiple=True, help="Repeatable. [default: sm_90, gfx942]")
 @click.option("--module", multiple=True, help="Only files whose dotted name has this; repeatable.")
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(min=1))
+@count("--workers", default=2)
 @click.option(
     "--cache",
     type=click.Path(file_okay=False, path_type=Path),

@@ -16,6 +16,7 @@ from anymla.model.config_fields import ConfigError
 from anymla.model.generation import ChatTemplate, GenerationDefaults
 from anymla.model.load import activation_dtype, dtype_name
 from anymla.runtime.generation_options import GenerationOptions
+from anymla.runtime.sampler import DEFAULTED, Sampling
 
 CHECKPOINT = pathlib.Path(__file__).parents[2] / "examples" / "tiny" / "checkpoint"
 PROMPT = "And the LORD said unto Moses,"
@@ -300,11 +301,14 @@ def test_none_is_as_if_left_out_and_numbers_may_be_numpys(llm) -> None:
 @pytest.mark.parametrize("method", [LLM.generate, LLM.stream, LLM.chat])
 def test_a_signature_shows_every_option_with_its_default(method) -> None:
     shown = inspect.signature(method).parameters
-    taken = inspect.signature(LLM._asked).parameters
+    own = inspect.signature(LLM._asked).parameters.values()
+    taken = {each.name: each.default for each in own if each.kind is each.KEYWORD_ONLY}
+    # Values of a sampling that are not given are the checkpoint's, but the seed.
+    taken |= dict.fromkeys(DEFAULTED) | {"seed": Sampling().seed}
     for name, hint in get_type_hints(GenerationOptions).items():
-        assert shown[name].default == taken[name].default
+        assert shown[name].default == taken[name]
         assert shown[name].annotation == hint
-    assert taken.keys() - {"self"} == GenerationOptions.__annotations__.keys() <= shown.keys()
+    assert taken.keys() == GenerationOptions.__annotations__.keys() <= shown.keys()
 
 
 def test_a_text_is_a_message_of_the_users(llm) -> None:

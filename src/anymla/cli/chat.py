@@ -16,7 +16,7 @@ from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.manners import on_terminal
 from anymla.cli.run_options import RunOptions, run_options
-from anymla.cli.sampling_options import AskedSampling, sampling_options
+from anymla.cli.sampling_options import sampling_options
 from anymla.cli.speed import say_speed
 from anymla.cli.terminal import escaped, held_stderr, say
 from anymla.model.answers import Part
@@ -25,6 +25,7 @@ from anymla.ops.registry import BackendUnavailable
 from anymla.runtime.dialogue import ChatAnswer
 from anymla.runtime.generation import Generation
 from anymla.runtime.llm import LLM
+from anymla.runtime.sampler import sampling_of
 
 _NEW_TOKENS, _NEW_TOKENS_THINKING = 256, 8192
 _EXIT = ("/exit", "/quit", "/bye")
@@ -76,7 +77,7 @@ def command(
     max_new_tokens: int | None,
     thinking: bool | None,
     reasoning_effort: str | None,
-    asked: AskedSampling,
+    asked: dict[str, Any],
     stop: tuple[str, ...],
     drafts: Drafts,
 ) -> None:
@@ -99,22 +100,15 @@ def command(
             threads=run.threads,
             progress=on_terminal(),
         )
-        asked.sampling(llm.defaults)
+        sampling_of(llm.defaults, asked)  # refuses invalid values
     thinks = thinking or reasoning_effort not in (None, "none")
     llm.new_tokens = _NEW_TOKENS_THINKING if thinks else _NEW_TOKENS
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "thinking": thinking,
         "reasoning_effort": _effort(reasoning_effort),
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        "min_p": asked.min_p,
-        "repetition_penalty": asked.repetition_penalty,
-        "presence_penalty": asked.presence_penalty,
-        "frequency_penalty": asked.frequency_penalty,
-        "seed": asked.seed,
         "stop": stop,
+        **asked,
     }
     begin = [] if system is None else [{"role": "system", "content": system}]
     messages: list[dict[str, Any]] = list(begin)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from anymla.cli.manners import manners, never_fail_to_print
 from anymla.runtime.spelling import SYNONYMS, right_name
 
 
@@ -88,6 +89,21 @@ class Group(_Explained, click.Group):
             return super().resolve_command(ctx, [name, *args[1:]])
         said = right_name(name, names) or f"there are {', '.join(names)}"
         raise click.UsageError(f"No such command {args[0]!r}: {said}", ctx)
+
+
+class Program(Group):
+    """The group of all commands; errors of the system or the user are one line, or none."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Parse this group's own words; --help prints from here."""
+        never_fail_to_print()
+        with manners():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command, which ends in the manner that ``manners`` describes."""
+        with manners():
+            return super().invoke(ctx)
 
 
 def command(

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import OutputFile, write_text
-from anymla.cli.numbers import Finite
+from anymla.cli.numbers import Finite, count
 from anymla.cli.run_options import device_option
 from anymla.runtime.devices import named_device
 from anymla.testing.devices import prepare
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     "interpreted; docs/intel.md says what it needs.",
 )
 @click.option("--list", "only_list", is_flag=True, help="List the cases and run nothing.")
-@click.option(
+@count(
     "--jobs",
-    type=click.IntRange(min=0),
     help="Processes of their own for the cases; 0 runs them in this one, so that a crash ends it. "
     "By default 1 with --against, else 0.",
+    least=0,
 )
 @click.option(
     "--timeout",

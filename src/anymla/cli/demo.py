@@ -5,7 +5,6 @@ from __future__ import annotations
 import pathlib
 import textwrap
 import time
-from collections.abc import Callable
 from typing import cast
 
 import click
@@ -15,6 +14,7 @@ from anymla.cli import commands
 from anymla.cli.bad_input import bad_input
 from anymla.cli.files import read_text
 from anymla.cli.manners import on_terminal
+from anymla.cli.numbers import count
 from anymla.model.tokenizer import Tokenizer
 from anymla.model.transformer import Transformer
 from anymla.ops.device import triton_problem
@@ -30,13 +30,6 @@ from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 # Fewest characters of a text that is continued; tokens of the continuation; depth of the passkey.
 _OPENING, _SPOKEN, _DEPTH = 200, 96, 0.3
 _PARTS = 4
-
-
-def _count(
-    name: str, default: int, text: str
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    number = click.IntRange(min=1)
-    return click.option(name, default=default, show_default=True, type=number, help=text)
 
 
 @commands.command(
@@ -61,10 +54,10 @@ def _count(
     show_default=True,
     help="Where a random checkpoint is written.",
 )
-@_count("--context", 32768, "Tokens in which a trained checkpoint looks for a passkey.")
-@_count("--prompt-tokens", 4096, "Tokens read for the check, at most.")
-@_count("--new-tokens", 64, "Tokens generated for it.")
-@_count("--chunk-size", 512, "Tokens of a prefill step.")
+@count("--context", default=32768, help="Tokens in which a trained checkpoint looks for a passkey.")
+@count("--prompt-tokens", default=4096, help="Tokens read for the check, at most.")
+@count("--new-tokens", default=64, help="Tokens generated for it.")
+@count("--chunk-size", default=512, help="Tokens of a prefill step.")
 def command(
     texts: tuple[pathlib.Path, ...],
     checkpoint: pathlib.Path | None,

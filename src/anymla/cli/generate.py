@@ -15,9 +15,10 @@ from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import STANDARD, read_text, refuse_overwriting, write_text
 from anymla.cli.manners import on_terminal
+from anymla.cli.numbers import count
 from anymla.cli.prompts import RequestDefaults, RequestReader
 from anymla.cli.run_options import RunOptions, json_option, run_options
-from anymla.cli.sampling_options import AskedSampling, sampling_options
+from anymla.cli.sampling_options import sampling_options
 from anymla.cli.speed import say_speed, say_speed_of_all
 from anymla.cli.terminal import held_stderr, say
 from anymla.model.config import ModelConfig
@@ -28,6 +29,7 @@ from anymla.ops.registry import BackendUnavailable
 from anymla.runtime.cache_view import PAGE_KINDS, dump_pages
 from anymla.runtime.engine import Engine
 from anymla.runtime.request import Completion, Request, RequestState
+from anymla.runtime.sampler import sampling_of
 from anymla.runtime.stop_text import StopText
 
 
@@ -72,9 +74,8 @@ from anymla.runtime.stop_text import StopText
     help="The drafter: the same as --speculate (auto), none, whose tensors are not read then "
     "(off), or this one.  [default: off]",
 )
-@click.option(
+@count(
     "--draft-tokens",
-    type=click.IntRange(min=1),
     help="Tokens guessed ahead; default: one for each MTP layer, or DSpark's block.",
 )
 @click.option(
@@ -82,13 +83,7 @@ from anymla.runtime.stop_text import StopText
     is_flag=True,
     help="Verify only as many drafts in a step as have paid lately.",
 )
-@click.option(
-    "--max-requests",
-    default=8,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Requests of a batch that run at once.",
-)
+@count("--max-requests", default=8, help="Requests of a batch that run at once.")
 @click.option(
     "--no-graphs",
     is_flag=True,
@@ -110,7 +105,7 @@ def command(
     requests_file: Path | None,
     batch: Path | None,
     max_new_tokens: int | None,
-    asked: AskedSampling,
+    asked: dict[str, Any],
     stop: tuple[str, ...],
     ignore_eos: bool,
     speculate: bool,
@@ -150,7 +145,7 @@ def command(
         said = GenerationDefaults.from_dir(run.checkpoint)
         ends = frozenset(config.eos_token_ids) | frozenset(said.eos_token_ids)
         defaults = RequestDefaults(
-            max_new_tokens, asked.sampling(said), frozenset() if ignore_eos else ends
+            max_new_tokens, sampling_of(said, asked), frozenset() if ignore_eos else ends
         )
         StopText(tokenizer.stream(), stop)  # refuses invalid stop strings
         reader = RequestReader(tokenizer, config, defaults)

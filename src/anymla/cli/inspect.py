@@ -20,7 +20,7 @@ from anymla.cli.cache_report import (
 )
 from anymla.cli.checkpoint_report import checkpoint_report
 from anymla.cli.files import STANDARD, OutputFile, refuse_overwriting, write_text
-from anymla.cli.numbers import Finite
+from anymla.cli.numbers import Finite, count
 from anymla.cli.run_options import checkpoint_options
 from anymla.cli.terminal import say
 from anymla.layers.caches import CACHE_FORMATS
@@ -61,17 +61,13 @@ from anymla.model.hub import local_checkpoint
     metavar="LAYOUT",
     help="Layout that --cache must have; with --entries, of a page's bare bytes.",
 )
-@click.option(
-    "--entries",
-    type=click.IntRange(min=1),
-    help="--cache is no dump but the bytes of one page of so many entries.",
-)
-@click.option(
+@count("--entries", help="--cache is no dump but the bytes of one page of so many entries.")
+@count(
     "--row",
     "shown_row",
-    type=click.IntRange(min=0),
     metavar="SLOT",
     help="With --cache: print the values of one slot.",
+    least=0,
 )
 @click.option(
     "--kv-cache",

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
 
 import click
 
 from anymla import __version__
-from anymla.cli.commands import Group
-from anymla.cli.manners import manners, never_fail_to_print
+from anymla.cli.commands import Program
 
 # Name, module below anymla.cli (with the command named ``command``), and the line in the help,
 # which is repeated here so that a listing imports no command.
@@ -46,7 +44,7 @@ _EXAMPLES = (
 )
 
 
-class LazyGroup(Group):
+class LazyGroup(Program):
     """A group whose subcommands are modules, imported when they run."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -98,17 +96,6 @@ class LazyGroup(Group):
         """List the subcommands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
-
-    def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Parse this group's own words; --help prints from here."""
-        never_fail_to_print()
-        with manners():
-            return super().make_context(*args, **extra)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run; errors of the system or the user are one line on stderr, or none."""
-        with manners():
-            return super().invoke(ctx)
 
 
 @click.group(

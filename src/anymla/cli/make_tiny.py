@@ -11,7 +11,7 @@ import click
 
 from anymla.cli import commands
 from anymla.cli.bad_input import BadInput, bad_input
-from anymla.cli.numbers import Finite
+from anymla.cli.numbers import Finite, count
 from anymla.layers.spec import Candidates
 from anymla.model.checkpoint import Checkpoint
 from anymla.testing.tiny_checkpoint import write_tiny_checkpoint
@@ -35,14 +35,8 @@ def _size(
     name: str, help_text: str, *, least: int = 1
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make an integer option of a field of ``TinyOptions``, with the field's default."""
-    return click.option(
-        f"--{name.replace('_', '-')}",
-        name,
-        type=click.IntRange(min=least),
-        default=getattr(_DEFAULTS, name),
-        show_default=True,
-        help=help_text,
-    )
+    default = getattr(_DEFAULTS, name)
+    return count(f"--{name.replace('_', '-')}", name, least=least, default=default, help=help_text)
 
 
 def _ratios(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:

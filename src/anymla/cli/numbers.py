@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import click
+
+
+def count(*names: str, least: int = 1, **settings: Any) -> Callable[[Any], Any]:
+    """Make an option for an integer that is at least ``least``; its help shows a single default."""
+    settings.setdefault("show_default", not settings.get("multiple"))
+    return click.option(*names, type=click.IntRange(min=least), **settings)
 
 
 class Finite(click.FloatRange):

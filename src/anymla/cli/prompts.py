@@ -12,23 +12,10 @@ from anymla.formats.untrusted import parse_object
 from anymla.model.config import ModelConfig
 from anymla.model.tokenizer import Tokenizer
 from anymla.runtime.request import Request, check_request, default_new_tokens
-from anymla.runtime.sampler import Sampling
+from anymla.runtime.sampler import DEFAULTED, Sampling
 
 _NEW_TOKENS = 64
-_BATCH_KEYS = {
-    "id",
-    "prompt",
-    "token_ids",
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-}
+_BATCH_KEYS = {"id", "prompt", "token_ids", "max_new_tokens", "seed", *DEFAULTED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +98,6 @@ class RequestReader:
             )
         if ("prompt" in fields) == ("token_ids" in fields):
             raise ValueError('needs either "prompt" or "token_ids"')
-        sampling = self.defaults.sampling
         request_id = fields.get("id", default_id)
         if type(request_id) not in (str, int):
             raise ValueError(f'"id" must be a string or an integer, got {request_id!r}')
@@ -120,16 +106,7 @@ class RequestReader:
             request_id=str(request_id),
             token_ids=token_ids,
             max_new_tokens=_integer(fields, "max_new_tokens", self._new_tokens(len(token_ids))),
-            sampling=Sampling(
-                _number(fields, "temperature", sampling.temperature),
-                _number(fields, "top_p", sampling.top_p),
-                _integer(fields, "seed", sampling.seed),
-                _integer(fields, "top_k", sampling.top_k),
-                _number(fields, "min_p", sampling.min_p),
-                _number(fields, "repetition_penalty", sampling.repetition_penalty),
-                _number(fields, "presence_penalty", sampling.presence_penalty),
-                _number(fields, "frequency_penalty", sampling.frequency_penalty),
-            ),
+            sampling=_sampling(fields, self.defaults.sampling),
             stop_ids=self.defaults.stop_ids,
         )
         check_request(request, self.config)
@@ -166,6 +143,14 @@ def as_token_ids(value: Any) -> tuple[int, ...]:
         if type(token) is not int:
             raise ValueError(f'"token_ids" must hold integers, got {token!r}')
     return tuple(value)
+
+
+def _sampling(fields: dict[str, Any], default: Sampling) -> Sampling:
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(Sampling):
+        read = _integer if field.type == "int" else _number
+        given[field.name] = read(fields, field.name, getattr(default, field.name))
+    return Sampling(**given)
 
 
 def _integer(fields: dict[str, Any], key: str, default: int) -> int:

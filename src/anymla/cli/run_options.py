@@ -16,6 +16,7 @@ import torch
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import OutputFile
 from anymla.cli.manners import on_terminal
+from anymla.cli.numbers import count
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.ranks import Ranks
 from anymla.model.drafts import Drafts
@@ -190,13 +191,7 @@ def checkpoint_options(function: Callable[..., None]) -> Callable[..., None]:
 
 _OPTIONS = (
     checkpoint_options,
-    click.option(
-        "--chunk-size",
-        default=512,
-        show_default=True,
-        type=click.IntRange(min=1),
-        help="Most prompt tokens of a request in one step.",
-    ),
+    count("--chunk-size", default=512, help="Most prompt tokens of a request in one step."),
     click.option(
         "--kv-cache",
         default="fp8",

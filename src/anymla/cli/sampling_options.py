@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import click
 
-from anymla.model.generation import GenerationDefaults
-from anymla.runtime.sampler import DEFAULTED, Sampling, sampling_of
-
-
-@dataclasses.dataclass(frozen=True)
-class AskedSampling:
-    """Sampling options of the command line; None for those that are not given."""
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    seed: int
-
-    def sampling(self, said: GenerationDefaults) -> Sampling:
-        """Combine the options with the checkpoint's defaults.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
-        asked = {name: getattr(self, name) for name in DEFAULTED}
-        return sampling_of(said, self.seed, asked)
-
+from anymla.runtime.sampler import DEFAULTED
 
 _OPTIONS = (
     click.option(
@@ -68,12 +42,11 @@ _OPTIONS = (
 
 
 def sampling_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options to a command, which receives them as an ``AskedSampling`` named ``asked``."""
-    names = [field.name for field in dataclasses.fields(AskedSampling)]
+    """Add the options to a command, which receives them by name as ``asked``; None: not given."""
 
     @functools.wraps(function)
     def command(**parameters: object) -> None:
-        asked = AskedSampling(**{name: parameters.pop(name) for name in names})  # type: ignore[arg-type]
+        asked = {name: parameters.pop(name) for name in (*DEFAULTED, "seed")}
         function(asked=asked, **parameters)
 
     for option in reversed(_OPTIONS):

@@ -8,6 +8,7 @@ import click
 
 from anymla.cli import commands
 from anymla.cli.bad_input import bad_input
+from anymla.cli.numbers import count
 from anymla.cli.run_options import RunOptions, run_options
 from anymla.runtime.engine import Engine
 
@@ -16,9 +17,9 @@ from anymla.runtime.engine import Engine
     examples=["anymla warm-up examples/tiny/checkpoint --max-requests 2 --max-seq-len 512"],
     no_args_is_help=True,
 )
-@click.option("--max-requests", default=8, show_default=True, type=click.IntRange(min=1))
-@click.option("--max-seq-len", default=4096, show_default=True, type=click.IntRange(min=1))
-@click.option("--draft-tokens", default=0, show_default=True, type=click.IntRange(min=0))
+@count("--max-requests", default=8)
+@count("--max-seq-len", default=4096)
+@count("--draft-tokens", default=0, least=0)
 @run_options
 def command(*, run: RunOptions, max_requests: int, max_seq_len: int, draft_tokens: int) -> None:
     """Run every size of step once, so that Triton's cache holds every kernel.

@@ -311,15 +311,7 @@ class LLM:
     ) -> ChatAnswer:
         """Answer a dialogue part by part, thinking and text separately, as they are generated.
 
-        Args:
-            messages: messages as for ``chat``; so are the other arguments.
-            tools: functions that may be called.
-            thinking: True to think before the answer.
-            reasoning_effort: thoroughness of the thinking.
-            continue_final_message: True to continue the last message.
-            chat_template_kwargs: further variables of the chat template.
-            dialogue: caches of the turns before.
-            **options: fields of ``GenerationOptions``.
+        Arguments are those of ``chat``.
 
         Returns:
             An iterator over parts, each with ``kind`` ("reasoning" or "text") and ``text``; after
@@ -389,37 +381,17 @@ class LLM:
         self,
         *,
         max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        presence_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        seed: int = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        **sampling: float | None,
     ) -> _Asked:
         said = self.defaults
-        sampling = sampling_of(
-            said,
-            seed,
-            {
-                "temperature": temperature,
-                "top_p": top_p,
-                "top_k": top_k,
-                "min_p": min_p,
-                "repetition_penalty": repetition_penalty,
-                "presence_penalty": presence_penalty,
-                "frequency_penalty": frequency_penalty,
-            },
-        )
         return _Asked(
             max_new_tokens=max_new_tokens
             if max_new_tokens is not None
             else said.max_new_tokens or self.new_tokens,
             is_length_given=max_new_tokens is not None,
-            sampling=sampling,
+            sampling=sampling_of(said, sampling),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_ids=frozenset() if ignore_eos else self._ends,
         )

@@ -32,16 +32,6 @@ _GAMMA, _FIRST, _SECOND = (
 # second, float32 cannot tell them apart.
 _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-30, 1e30
 _MOST_PENALTY = 100.0
-# Fields of a sampling for which a checkpoint may have defaults.
-DEFAULTED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,20 +109,19 @@ class Sampling:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
 
 
-def sampling_of(said: GenerationDefaults, seed: int, asked: Mapping[str, float | None]) -> Sampling:
-    """Combine a request's own sampling parameters with the checkpoint's defaults.
+# Fields of a sampling for which a checkpoint may have defaults.
+DEFAULTED = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "seed")
 
-    Args:
-        said: defaults of the checkpoint.
-        seed: seed of the request's noise.
-        asked: values by their names in ``Sampling``; None for the checkpoint's.
+
+def sampling_of(said: GenerationDefaults, asked: Mapping[str, float | None]) -> Sampling:
+    """Combine the fields of ``Sampling`` that are not None with the checkpoint's defaults.
 
     Raises:
         ValueError: a value is out of range.
     """
     held: dict[str, Any] = {name: getattr(said, name) for name in DEFAULTED}
     held |= {name: value for name, value in asked.items() if value is not None}
-    return Sampling(seed=seed, **held)
+    return Sampling(**held)
 
 
 def noise_key(seed: int, position: int) -> int:
