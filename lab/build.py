@@ -14,9 +14,15 @@ uint8 = functools.partial(empty, dtype=torch.uint8)
 int32 = functools.partial(empty, dtype=torch.int32)
 int64 = functools.partial(empty, dtype=torch.int64)
 float32 = functools.partial(empty, dtype=torch.float32)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Pages of a cache of rows: more than 2 GiB of them, as where models are served. Kernels for AMD
 # address smaller tensors otherwise.
 CACHE_PAGES = 200_100
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from anymla.ops.choice.interface import best_logits
 from anymla.ops.choice.shapes import HIDDEN, MARKOV_RANK, RANKS, ROWS, VOCAB
 from anymla.ops.choice.triton_ranks import WORDS, best_over_ranks
 from anymla.ops.device import Target
-from lab.build import Build, Judgement, empty, float32, int32, int64
+from lab.build import Build, Judgement, dtype_name, empty, float32, int32, int64
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -21,7 +21,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     for ranks, rows in ((ranks, rows) for ranks in RANKS for rows in ROWS):
         yield f"{rows} rows, 1/{ranks} of V4's tokens", functools.partial(_choose, ranks, rows)
     for dtype in (torch.float16, torch.float32):
-        label = f"a Markov term of {str(dtype).removeprefix('torch.')}"
+        label = f"a Markov term of {dtype_name(dtype)}"
         yield label, functools.partial(_choose, 1, 1, dtype)
     # Only ranks on NVIDIA GPUs exchange words through their memory.
     if target.backend == "cuda":

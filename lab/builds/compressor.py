@@ -6,8 +6,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
-import torch
-
 from anymla.formats.page_layout import INDEX_FP8, INDEX_MXFP4, MAIN_FP8, get_layout
 from anymla.formats.state_layout import allocate_states
 from anymla.ops.compressor.config import Window
@@ -26,9 +24,8 @@ from anymla.ops.compressor.shapes import (
     CompressorShape,
 )
 from anymla.ops.device import Target
-from lab.build import CACHE_PAGES, Build, Judgement, empty, float32, int32, int64
+from lab.build import CACHE_PAGES, DTYPES, Build, Judgement, empty, float32, int32, int64
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _REQUESTS, _PAGES, _POSITIONS, _EPS = 32, 100, 4096, 1e-6
 # Columns of block tables: multiples of 16 in our runtime, any number in vLLM.
 _COLUMNS, _ANY_COLUMNS = 1024, 1001
@@ -82,7 +79,7 @@ def _norm(window: Window, weights: str) -> None:
         int64(tokens),
         int32(tokens),
         int64(tokens),
-        empty(window.channels, dtype=_DTYPES[weights]),
+        empty(window.channels, dtype=DTYPES[weights]),
         _EPS,
         compress_ratio=window.ratio,
         overlap=window.overlap,
@@ -105,7 +102,7 @@ def _compress(
         int64(tokens),
         int32(tokens),
         int64(tokens),
-        empty(window.channels, dtype=_DTYPES[weights]),
+        empty(window.channels, dtype=DTYPES[weights]),
         _EPS,
         float32((_POSITIONS, ROPE_DIM)),
         get_layout(layout).allocate(CACHE_PAGES, shape.page_size, "meta"),

@@ -29,7 +29,7 @@ from anymla.ops.hyper_connection.shapes import (
     V41_FLASH,
     StreamsShape,
 )
-from lab.build import Build, Judgement, empty, float32
+from lab.build import Build, Judgement, dtype_name, empty, float32
 
 _EPS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6}
 
@@ -46,11 +46,11 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     for tokens in TOKENS:
         yield f"V4.1-Flash, {tokens} tokens", functools.partial(_delayed, V41_FLASH, tokens)
     for dtype in () if target.intel else (torch.bfloat16, torch.float32):
-        label = f"V4-Flash, gradients, {str(dtype).removeprefix('torch.')}"
+        label = f"V4-Flash, gradients, {dtype_name(dtype)}"
         yield label, functools.partial(_differentiate, V4_FLASH, dtype)
     for dtype in (torch.float16, torch.float32):
         for tokens in (1, 33, 129, 513):
-            label = f"V4-Flash, {tokens} tokens, {str(dtype).removeprefix('torch.')}"
+            label = f"V4-Flash, {tokens} tokens, {dtype_name(dtype)}"
             yield label, functools.partial(_site, V4_FLASH, tokens, dtype)
 
 

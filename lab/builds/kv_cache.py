@@ -19,9 +19,8 @@ from anymla.ops.kv_cache.interface import (
     quantize_and_insert_k_cache,
 )
 from anymla.ops.kv_cache.shapes import CACHES, CacheShape
-from lab.build import CACHE_PAGES, Build, Judgement, empty, int32
+from lab.build import CACHE_PAGES, DTYPES, Build, Judgement, empty, int32
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Sizes of all calls, since no tile depends on the number of rows.
 _ROWS, _REQUESTS = 4096, 32
 
@@ -64,7 +63,7 @@ def _cache(shape: CacheShape) -> Tensor:
 
 
 def _rows(shape: CacheShape, *leading: int) -> Tensor:
-    return empty((*leading, get_layout(shape.layout).channels), dtype=_DTYPES[shape.dtype])
+    return empty((*leading, get_layout(shape.layout).channels), dtype=DTYPES[shape.dtype])
 
 
 def judgement(build: Build, target: Target) -> Judgement:

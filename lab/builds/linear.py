@@ -36,7 +36,7 @@ from anymla.ops.linear.shapes import (
     LayerShape,
     ProductShape,
 )
-from lab.build import Build, Judgement, empty, float32, uint8
+from lab.build import Build, Judgement, dtype_name, empty, float32, uint8
 
 _ROPE_DIM = 64
 
@@ -52,15 +52,11 @@ class _Formats:
     block: int = FP8_BLOCK
 
     def __str__(self) -> str:
-        names = [f"{self.weight} x {_name(self.x)}"]
+        names = [f"{self.weight} x {dtype_name(self.x)}"]
         names += [f"blocks of {self.block}"] * (self.block != FP8_BLOCK)
         names += ["quantised"] * self.quantized
         names += ["float32 scales"] * (self.scales == torch.float32)
         return ", ".join(names)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _FLOATS = _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -117,7 +113,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"{ODD}, {tokens} tokens, {formats}{end}", call
         for tokens, dtype in itertools.product(_OTHER_TOKENS, (_FP16, _FP32)):
             call = functools.partial(_project, V4_FLASH, 1, tokens, backend, dtype, _U8)
-            yield f"{V4_FLASH.heads} heads, {tokens} tokens, {_name(dtype)}{end}", call
+            yield f"{V4_FLASH.heads} heads, {tokens} tokens, {dtype_name(dtype)}{end}", call
         yield from _v41_calls(backend, end)
 
 

@@ -34,7 +34,7 @@ from anymla.ops.moe.shapes import (
     v41,
 )
 from anymla.ops.streams import deferred_stream_wait
-from lab.build import Build, Judgement, empty, float32, int32, int64
+from lab.build import Build, Judgement, dtype_name, empty, float32, int32, int64
 
 _BF16, _FP16, _FP32, _U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 _VOCABULARY = 129_280
@@ -70,11 +70,11 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield named calls with meta tensors; on Hopper, also those that Triton's kernels take."""
     for tokens, (count, hidden) in itertools.product(ROUTER_TOKENS, (FLASH_ROUTER, PRO_ROUTER)):
         for x, gate in ((_BF16, _BF16), (_BF16, _FP32), (_FP16, _BF16), (_FP32, _FP32)):
-            label = f"{count} experts, {tokens} tokens, {_name(x)} x {_name(gate)}"
+            label = f"{count} experts, {tokens} tokens, {dtype_name(x)} x {dtype_name(gate)}"
             yield label, functools.partial(_route, tokens, count, hidden, x, gate)
     for x, width in itertools.product((_BF16, _FP16, _FP32), (2048, 2050)):
         for coded in (False, True) if x == _BF16 else (False,):
-            label = f"{_name(x)}, rows of {width}" + ", codes" * coded
+            label = f"{dtype_name(x)}, rows of {width}" + ", codes" * coded
             yield label, functools.partial(_swiglu, width, x, coded)
     if target.name == "sm_90":
         # The grouping of pairs depends on the number of experts, everything else on pairs an
@@ -147,13 +147,9 @@ def _v41_calls(backend: str | None) -> Iterator[tuple[str, Callable[[], None]]]:
             yield _label(shape, formats) + end, call
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _label(shape: ExpertsShape, formats: ExpertFormats, tables: bool = False) -> str:
     words = f"{shape.tokens} tokens, {shape.experts} experts of {shape.inner} x {shape.d}"
-    words += f", {formats.weight} x {_name(formats.x)}"
+    words += f", {formats.weight} x {dtype_name(formats.x)}"
     words += f" in blocks of {formats.quant_block}" * (formats.quant_block != FP8_BLOCK)
     return words + ", quantised" * formats.quantized + ", tables" * tables
 

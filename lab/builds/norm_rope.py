@@ -27,10 +27,9 @@ from anymla.ops.norm_rope.shapes import (
     ModelShape,
     NormShape,
 )
-from lab.build import CACHE_PAGES, Build, Judgement, empty, int64
+from lab.build import CACHE_PAGES, DTYPES, empty, int64
 
 _META = torch.device("meta")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _EPS = 1e-6
 # Sizes of all calls, since no tile depends on the number of tokens.
 _TOKENS, _POSITIONS = 32, 4096
@@ -45,7 +44,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             label = f"{model.q_rank} and {model.channels}, {kind}" + ", codes" * coded
             yield label, functools.partial(_norms, model, kind, coded)
     widths = (V4_FLASH.index_channels, V4_FLASH.channels)
-    for dtype, width, inverse in itertools.product(_DTYPES, widths, (False, True)):
+    for dtype, width, inverse in itertools.product(DTYPES, widths, (False, True)):
         label = f"heads of {width}, {dtype}" + ", inverse" * inverse
         yield label, functools.partial(_rope, width, dtype, inverse)
     for shape in INSERTS:
@@ -53,15 +52,15 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _norm(width: int, kind: NormShape) -> None:
-    weight = empty(width, dtype=_DTYPES[kind.weights])
-    rms_norm(empty((_TOKENS, width), dtype=_DTYPES[kind.dtype]), weight, _EPS)
+    weight = empty(width, dtype=DTYPES[kind.weights])
+    rms_norm(empty((_TOKENS, width), dtype=DTYPES[kind.dtype]), weight, _EPS)
 
 
 def _norms(model: ModelShape, kind: NormShape, coded: bool) -> None:
     """Norm the slices of one projection's result."""
     sizes = (model.q_rank, model.channels)
-    q, kv = empty((_TOKENS, sum(sizes)), dtype=_DTYPES[kind.dtype]).split(sizes, dim=1)
-    q_weight, kv_weight = (empty(size, dtype=_DTYPES[kind.weights]) for size in sizes)
+    q, kv = empty((_TOKENS, sum(sizes)), dtype=DTYPES[kind.dtype]).split(sizes, dim=1)
+    q_weight, kv_weight = (empty(size, dtype=DTYPES[kind.weights]) for size in sizes)
     options: dict[str, Any] = {}
     if coded:
         quantised = QuantizedRows.empty(_TOKENS, model.q_rank, _META)
@@ -70,13 +69,13 @@ def _norms(model: ModelShape, kind: NormShape, coded: bool) -> None:
 
 
 def _rope(width: int, dtype: str, inverse: bool) -> None:
-    x = empty((_TOKENS, V4_FLASH.heads, width), dtype=_DTYPES[dtype])
+    x = empty((_TOKENS, V4_FLASH.heads, width), dtype=DTYPES[dtype])
     table = empty((_POSITIONS, V4_FLASH.rope), dtype=torch.float32)
     rope(x, int64(_TOKENS), table, inverse=inverse)
 
 
 def _insert(shape: InsertShape) -> None:
-    channels, dtype = V4_FLASH.channels, _DTYPES[shape.dtype]
+    channels, dtype = V4_FLASH.channels, DTYPES[shape.dtype]
     qnorm_rope_kv_insert(
         empty((_TOKENS, shape.heads, channels), dtype=dtype),
         empty((_TOKENS, channels), dtype=dtype),
@@ -87,8 +86,3 @@ def _insert(shape: InsertShape) -> None:
         _EPS,
         layout=shape.layout,
     )
-
-
-def judgement(build: Build, target: Target) -> Judgement:
-    """Accept no spills in any build."""
-    return Judgement()

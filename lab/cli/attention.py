@@ -18,7 +18,6 @@ from anymla.cli.bench_rows import (
     require_known,
 )
 from anymla.cli.numbers import count
-from lab.cli.requirements import require_peer
 
 
 @commands.command(
@@ -110,11 +109,11 @@ def attention(
     module = None
     if flash_mla:
         module = FlashMla()
-        require_peer("--flash-mla", module)
+        module.require("--flash-mla")
         peers = [module]
     if vllm_xpu:
         path = VllmXpu()
-        require_peer("--vllm-xpu", path)
+        path.require("--vllm-xpu")
         peers, cases = [path], family.portable_cases(chosen, path)
     elif verification:
         cases = steps.verification_cases(chosen, backend, module)

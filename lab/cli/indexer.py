@@ -10,7 +10,6 @@ from tqdm import tqdm
 from anymla.cli import commands
 from anymla.cli.bench_rows import json_option, measure, require_cases, require_gpu, require_known
 from anymla.cli.numbers import count
-from lab.cli.requirements import require_peer
 
 
 @commands.command(examples=["python -m lab indexer --shapes decode"])
@@ -66,7 +65,7 @@ def indexer(
     peers = [peer for peer in (DeepGemm(),) if peer.available()]
     deep_gemm, vllm = peers[0] if peers else None, None
     if topk_library is not None:
-        require_peer("--topk-library", DeepGemm())  # whose scores vLLM's kernels select from
+        DeepGemm().require("--topk-library")  # whose scores vLLM's kernels select from
         vllm = VllmTopk(topk_library)
     found = cases(selected, chosen or tuple(SCORES), deep_gemm, vllm)
     watched = tqdm(found, total=len(selected), disable=None)

@@ -24,7 +24,6 @@ from anymla.cli.run_options import device_option
 from anymla.runtime.device_step import Reads
 from anymla.runtime.devices import named_device
 from anymla.runtime.options import DecodeMode
-from lab.cli.requirements import require_peer
 from lab.peers import Peer
 
 
@@ -98,7 +97,7 @@ def layer(
     modules = None
     if others:
         flash_mla, deep_gemm = FlashMla(), DeepGemm()
-        require_peer("--others", flash_mla)
+        flash_mla.require("--others")
         modules = flash_mla, deep_gemm if deep_gemm.available() else None
         peers = [peer for peer in modules if peer is not None]
     measure(

@@ -15,7 +15,6 @@ from anymla.cli.bench_rows import (
     require_gpu,
     require_known,
 )
-from lab.cli.requirements import require_peer
 
 
 @commands.command(examples=["python -m lab prefill --flash-mla"])
@@ -39,7 +38,7 @@ def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -
     require_gpu()
     peers = [FlashMla()] if flash_mla else []
     for peer in peers:
-        require_peer("--flash-mla", peer)
+        peer.require("--flash-mla")
     rows = peers[0].rows if peers else None
     shapes = family.SHAPES + family.LONG_SHAPES if long else family.SHAPES
     cases: Iterator[Case] = family.cases(shapes, backend, rows)

@@ -9,7 +9,6 @@ import click
 from anymla.cli import commands
 from anymla.cli.bad_input import BadInput
 from anymla.cli.bench_rows import command_line, json_option, require_known
-from lab.cli.requirements import require_peer
 
 
 @commands.command("xpu-attention", examples=["python -m lab xpu-attention FOLDER --target xpu_bmg"])
@@ -36,7 +35,7 @@ def xpu_attention(vllm: Path, json_file: Path | None, chosen: tuple[str, ...]) -
     if problem:
         raise BadInput(f"nothing can be built for Intel's GPUs: {problem}")
     peer = UnpackedVllmXpu(vllm)
-    require_peer("VLLM", peer)
+    peer.require("VLLM")
     made = environment(command_line()) | {"triton": triton_version(), "vllm": peer.version()}
     rows = []
     for name in chosen or known:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+from anymla.cli.bad_input import BadInput
 from anymla.ops.registry import BackendUnavailable, Support
 
 
@@ -50,6 +51,12 @@ class Peer:
         """Return whether the library can run here, and if not, why."""
         module, said = self._found
         return Support(module is not None, f"{self.title} cannot be imported ({said})")
+
+    def require(self, option: str) -> None:
+        """Raise BadInput, naming the option of the command line, where the library cannot run."""
+        support = self.available()
+        if not support:
+            raise BadInput(f"{option}: {support.reason}")
 
     @property
     def module(self) -> Any:

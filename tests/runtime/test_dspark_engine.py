@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from engine_runs import poison
 from fake_block_model import BLOCK, STAGES, FakeBlockModel, guess_alone
 from fake_model import VOCAB, FakeModel, generate_alone
 from hypothesis import given
@@ -28,18 +29,6 @@ def _options(**changes):
 
 def _prompt(length, seed=0):
     return tuple(random.Random(seed).choices(range(VOCAB), k=length))
-
-
-def _poison(engine):
-    """Poison every page that no request holds, the null page included."""
-    for group in engine.store.groups:
-        table = engine.store.tables[group.name]
-        held = {
-            page for row in range(engine.options.max_requests) for page in table.held(row).values()
-        }
-        free = torch.tensor([n for n in range(table.pool.num_pages) if n not in held])
-        for cache in engine.store.tensors(group):
-            cache.index_fill_(0, free, torch.nan)
 
 
 def _expected_drafts(engine, state):
@@ -75,7 +64,7 @@ def _run(engine, requests, join_at=(), replace=None):
             if when <= clock:
                 engine.submit(request)
                 pending.remove((when, request))
-        _poison(engine)
+        poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = completion
         for state in engine.scheduler.running:

@@ -4,15 +4,13 @@ import random
 import unittest.mock
 
 import pytest
-import torch
+from engine_runs import poison, small_engine
 
 from anymla.layers import heads
 from anymla.model.load import load_model
 from anymla.ops.attention import prefill_attention
 from anymla.runtime import decode_runner, next_tokens
 from anymla.runtime.device_step import Reads
-from anymla.runtime.engine import Engine
-from anymla.runtime.options import EngineOptions
 from anymla.runtime.request import Request
 from anymla.runtime.sampler import Sampling
 from anymla.testing.oracle import DSparkOracle, OracleModel
@@ -21,23 +19,6 @@ from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 def _prompt(length, seed=0):
     return tuple(random.Random(seed).choices(range(3, 250), k=length))
-
-
-def _engine(model, **changes):
-    defaults = {"kv_cache": "fp32", "max_requests": 3, "max_seq_len": 420}
-    return Engine(model, EngineOptions(**(defaults | changes)))
-
-
-def _poison(engine):
-    """Poison every page that no request holds."""
-    for group in engine.store.groups:
-        table = engine.store.tables[group.name]
-        held = {
-            page for row in range(engine.options.max_requests) for page in table.held(row).values()
-        }
-        free = torch.tensor([page for page in range(table.pool.num_pages) if page not in held])
-        for cache in engine.store.tensors(group):
-            cache.index_fill_(0, free, 255 if cache.dtype is torch.uint8 else torch.nan)
 
 
 # 130 crosses the window and the first ratio-128 entry; 16 entries of 4 tokens are the selection.
@@ -54,7 +35,7 @@ REQUESTS = [
 def alone(dspark_model):
     """Each request by itself, without drafts, its prompt in one piece."""
     return {
-        request.request_id: _engine(dspark_model).run([request])[0].token_ids
+        request.request_id: small_engine(dspark_model).run([request])[0].token_ids
         for request in REQUESTS
     }
 
@@ -65,7 +46,7 @@ def _serve(engine, replace=None):
     while waiting or engine.busy:
         if waiting:
             engine.submit(waiting.pop(0))
-        _poison(engine)
+        poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = completion
         if replace is not None:
@@ -81,7 +62,7 @@ def _texts(done):
 @pytest.mark.parametrize("decode", ["plain", "fixed"])
 @pytest.mark.parametrize("draft_tokens", [1, 3, 5, 7])
 def test_drafts_do_not_change_the_tokens(dspark_model, alone, draft_tokens, decode):
-    engine = _engine(dspark_model, chunk_size=50, draft_tokens=draft_tokens, decode=decode)
+    engine = small_engine(dspark_model, chunk_size=50, draft_tokens=draft_tokens, decode=decode)
     done = _serve(engine)
     assert _texts(done) == alone
     assert sum(each.drafted for each in done.values()) > 50
@@ -100,7 +81,7 @@ def test_rows_decoded_once_a_request_do_not_change_the_tokens(
 
     monkeypatch.setattr(heads, "prefill_attention", attend)
     monkeypatch.setattr(decode_runner, "reads_in", lambda *_: lambda entries: Reads.DECODED)
-    engine = _engine(dspark_model, chunk_size=50, draft_tokens=draft_tokens, decode="fixed")
+    engine = small_engine(dspark_model, chunk_size=50, draft_tokens=draft_tokens, decode="fixed")
     done = _serve(engine)
     assert _texts(done) == alone
     assert workspaces
@@ -123,7 +104,7 @@ def test_any_number_of_right_drafts(dspark_model, alone, draft_tokens, decode):
                 state.drafts[i] = rng.randrange(3, 250)
         counts.add(sum(1 for _ in _right(state.drafts, known)))
 
-    engine = _engine(dspark_model, chunk_size=64, draft_tokens=draft_tokens, decode=decode)
+    engine = small_engine(dspark_model, chunk_size=64, draft_tokens=draft_tokens, decode=decode)
     done = _serve(engine, replace)
     assert _texts(done) == alone
     assert counts == set(range(draft_tokens + 1))
@@ -140,7 +121,7 @@ def _right(drafts, known):
 def test_other_rows_in_the_caches(dspark_model, kv_cache):
     """Of what precision the rows are is the same with drafts and without."""
     texts = [
-        _texts(_serve(_engine(dspark_model, kv_cache=kv_cache, draft_tokens=drafts)))
+        _texts(_serve(small_engine(dspark_model, kv_cache=kv_cache, draft_tokens=drafts)))
         for drafts in (0, 5)
     ]
     assert texts[0] == texts[1]
@@ -153,11 +134,11 @@ def test_what_is_drafted_is_what_the_oracle_drafts(
 ):
     """At every step of a text, from the streams of a float64 run of the whole text."""
     request = Request("a", _prompt(150, 9), 30)
-    engine = _engine(dspark_model, draft_tokens=5, decode=decode, chunk_size=chunk_size)
+    engine = small_engine(dspark_model, draft_tokens=5, decode=decode, chunk_size=chunk_size)
     engine.submit(request)
     drafted = {}
     while engine.busy:
-        _poison(engine)
+        poison(engine)
         finished = engine.step().finished
         for state in engine.scheduler.running:
             if not state.is_prefill:
@@ -183,7 +164,7 @@ def test_sampled_drafts_are_drawn_with_the_targets_noise(dspark_model):
         ("again", Sampling(1.5, 1.0, 1)),
         ("other", Sampling(1.5, 1.0, 2)),
     ):
-        engine = _engine(dspark_model, draft_tokens=5)
+        engine = small_engine(dspark_model, draft_tokens=5)
         # All of the text is the prompt's: behind it stands one token, of which there is no choice.
         with unittest.mock.patch.object(next_tokens, "choose_tokens", return_value=[7]):
             engine.submit(Request("a", _prompt(20), 30, sampling))
@@ -195,7 +176,7 @@ def test_sampled_drafts_are_drawn_with_the_targets_noise(dspark_model):
 
 def test_a_request_decodes_beside_prompts(dspark_model, alone):
     """Decoding requests are drafted for at fixed sizes, long prompts beside them not at all."""
-    engine = _engine(dspark_model, chunk_size=40, draft_tokens=5, decode="fixed")
+    engine = small_engine(dspark_model, chunk_size=40, draft_tokens=5, decode="fixed")
     calls = []
     guess = engine._runner.draft_blocks
     engine._runner.draft_blocks = lambda *args: calls.append(len(args[0])) or guess(*args)
@@ -212,7 +193,7 @@ def test_bfloat16_weights_of_every_kind(tmp_path):
     )  # fmt: skip
     write_tiny_checkpoint(tmp_path, options)
     model = load_model(tmp_path, progress=False)
-    engine = _engine(model, kv_cache="fp8", draft_tokens=5, decode="fixed")
+    engine = small_engine(model, kv_cache="fp8", draft_tokens=5, decode="fixed")
     done = engine.run([Request("a", _prompt(140), 12), Request("b", _prompt(9), 12)])
     assert [len(each.token_ids) for each in done] == [12, 12]
     assert all(each.drafted > 10 for each in done)

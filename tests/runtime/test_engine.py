@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from engine_runs import poison
 from fake_model import SPECS, VOCAB, FakeModel, generate_alone
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,18 +25,6 @@ def _prompt(length, seed=0):
     return tuple(random.Random(seed).choices(range(VOCAB), k=length))
 
 
-def _poison(engine):
-    """Poison every page that no request holds, the null page included."""
-    for group in engine.store.groups:
-        table = engine.store.tables[group.name]
-        held = {
-            page for row in range(engine.options.max_requests) for page in table.held(row).values()
-        }
-        free = torch.tensor([n for n in range(table.pool.num_pages) if n not in held])
-        for cache in engine.store.tensors(group):
-            cache.index_fill_(0, free, 255 if cache.dtype is torch.uint8 else torch.nan)
-
-
 def _run(engine, requests, join_at=()):
     """Run with free pages poisoned before every step; request i joins at step join_at[i]."""
     pending = list(zip([*join_at, *[0] * (len(requests) - len(join_at))], requests, strict=True))
@@ -45,7 +34,7 @@ def _run(engine, requests, join_at=()):
             if when <= clock:
                 engine.submit(request)
                 pending.remove((when, request))
-        _poison(engine)
+        poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = completion
         clock += 1
@@ -448,7 +437,7 @@ def test_a_cancelled_request_leaves_nothing_behind(steps):
     with pytest.raises(KeyError):
         engine.cancel("b")
     while engine.busy:
-        _poison(engine)
+        poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = completion
     assert set(done) == {"a", "c"}

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from engine_runs import poison, small_engine
 from torch import nn
 
 from anymla.formats.fp8_block import dequantize_fp8_rows
@@ -27,23 +28,6 @@ def _prompt(length, seed=0):
     return tuple(random.Random(seed).choices(range(3, 250), k=length))
 
 
-def _engine(model, **changes):
-    defaults = {"kv_cache": "fp32", "max_requests": 3, "max_seq_len": 420}
-    return Engine(model, EngineOptions(**(defaults | changes)))
-
-
-def _poison(engine):
-    """Poison every page that no request holds."""
-    for group in engine.store.groups:
-        table = engine.store.tables[group.name]
-        held = {
-            page for row in range(engine.options.max_requests) for page in table.held(row).values()
-        }
-        free = torch.tensor([page for page in range(table.pool.num_pages) if page not in held])
-        for cache in engine.store.tensors(group):
-            cache.index_fill_(0, free, 255 if cache.dtype is torch.uint8 else torch.nan)
-
-
 # 130 crosses the window and the first ratio-128 entry; 16 entries of 4 tokens are the selection.
 REQUESTS = [
     Request("a", _prompt(130, 1), 24),
@@ -57,14 +41,15 @@ REQUESTS = [
 def alone(tiny_model):
     """Each request by itself, its prompt in one piece."""
     return {
-        request.request_id: _engine(tiny_model).run([request])[0].token_ids for request in REQUESTS
+        request.request_id: small_engine(tiny_model).run([request])[0].token_ids
+        for request in REQUESTS
     }
 
 
 @pytest.mark.parametrize("chunk_size", [1, 13, 64])
 def test_chunks_do_not_change_the_tokens(tiny_model, alone, chunk_size):
     request = REQUESTS[0]
-    got = _engine(tiny_model, chunk_size=chunk_size).run([request])[0]
+    got = small_engine(tiny_model, chunk_size=chunk_size).run([request])[0]
     assert got.token_ids == alone["a"]
 
 
@@ -84,7 +69,7 @@ def test_every_call_of_every_step_passes_the_checks(
     """An engine's first step of a size is checked, so no further one of that size need be."""
     kinds = Mock(side_effect=registry._kind_of)
     monkeypatch.setattr(registry, "_kind_of", kinds)
-    engine = _engine(tiny_model)
+    engine = small_engine(tiny_model)
     engine.submit(REQUESTS[0])
     engine.step()
     first = kinds.call_count
@@ -95,7 +80,7 @@ def test_every_call_of_every_step_passes_the_checks(
     assert engine.run()[0].token_ids == alone["a"]
     assert kinds.call_count == decode
     monkeypatch.setattr("anymla.runtime.engine.skip_checks", lambda skip: nullcontext())
-    checked = _engine(tiny_model, chunk_size=50, draft_tokens=1)
+    checked = small_engine(tiny_model, chunk_size=50, draft_tokens=1)
     found = {done.request.request_id: done.token_ids for done in checked.run(REQUESTS)}
     assert found == alone
     assert kinds.call_count > 10 * first
@@ -107,12 +92,12 @@ def test_neighbours_and_speculation_do_not_change_the_tokens(
     tiny_model, alone, draft_tokens, decode
 ):
     """Requests join one after the other, in poisoned caches; three run at once."""
-    engine = _engine(tiny_model, chunk_size=50, draft_tokens=draft_tokens, decode=decode)
+    engine = small_engine(tiny_model, chunk_size=50, draft_tokens=draft_tokens, decode=decode)
     waiting, done = list(REQUESTS), {}
     while waiting or engine.busy:
         if waiting:
             engine.submit(waiting.pop(0))
-        _poison(engine)
+        poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = completion.token_ids
     assert done == alone
@@ -127,13 +112,13 @@ def test_workspaces_do_not_change_the_tokens(tiny_model, alone, draft_tokens, mo
         "prefill_attention",
         lambda *args, **more: calls.append(1) or prefill_attention(*args, **more),
     )
-    engine = _engine(tiny_model, chunk_size=50, draft_tokens=draft_tokens)
+    engine = small_engine(tiny_model, chunk_size=50, draft_tokens=draft_tokens)
     engine._planner.chunks = True
     waiting, done = list(REQUESTS), {}
     while waiting or engine.busy:
         if waiting:
             engine.submit(waiting.pop(0))
-        _poison(engine)
+        poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = completion.token_ids
     assert calls
@@ -166,7 +151,7 @@ def test_workspaces_with_quantised_heads(tiny_model, monkeypatch):
     ]
     tokens = {}
     for chunks in (False, True):
-        engine = _engine(tiny_model, chunk_size=150)
+        engine = small_engine(tiny_model, chunk_size=150)
         engine._planner.chunks = chunks
         engine.submit(requests[0])
         first = engine.step()
@@ -180,11 +165,11 @@ def test_workspaces_with_quantised_heads(tiny_model, monkeypatch):
 def test_recycled_pages_leave_no_trace(tiny_model, kv_cache):
     """Conformance C9, bit for bit: pages full of others' rows, or of poison, are as good as new."""
     request = Request("b", _prompt(150, 7), 6, prompt_logprobs=True)
-    engines = [_engine(tiny_model, kv_cache=kv_cache) for _ in range(3)]
+    engines = [small_engine(tiny_model, kv_cache=kv_cache) for _ in range(3)]
     used, poisoned, fresh = engines
     for engine in (used, poisoned):
         engine.run([Request("x", _prompt(250, 8), 4), Request("y", _prompt(140, 9), 9)])
-    _poison(poisoned)
+    poison(poisoned)
     for name, pool in fresh.store.pools.items():
         # Hand out the same pages: rows are summed in the order in which they lie.
         pool._free = list(used.store.pools[name]._free)
@@ -197,7 +182,7 @@ def test_recycled_pages_leave_no_trace(tiny_model, kv_cache):
 
 def test_compressed_entries_in_a_record_of_their_own(tiny_model):
     """Windows as before, entries in half the bytes, and every kind of step reads them alike."""
-    engine = _engine(tiny_model, kv_cache="fp8-nvfp4")
+    engine = small_engine(tiny_model, kv_cache="fp8-nvfp4")
     widths = {kind: set() for kind in ("window", "compressed", "index")}
     for cache in engine.store.layers:
         for kind, found in widths.items():
@@ -207,7 +192,7 @@ def test_compressed_entries_in_a_record_of_their_own(tiny_model):
     request = Request("b", _prompt(290, 7), 0, prompt_logprobs=True)
     kinds = (("fp32", 512), ("fp8", 512), ("fp8-nvfp4", 512), ("fp8-nvfp4", 1))
     exact, *others = (
-        _engine(tiny_model, kv_cache=kind, chunk_size=size).run([request])[0]
+        small_engine(tiny_model, kv_cache=kind, chunk_size=size).run([request])[0]
         for kind, size in kinds
     )
     wanted = torch.tensor(exact.prompt_logprobs[1:])
@@ -220,10 +205,10 @@ def test_compressed_entries_in_a_record_of_their_own(tiny_model):
 
 def test_score_equals_decoding_step_by_step(tiny_model):
     """Log-probabilities of a prompt in chunks, and of the same tokens as they are generated."""
-    first = _engine(tiny_model).run([Request("a", _prompt(60), 80)])[0]
+    first = small_engine(tiny_model).run([Request("a", _prompt(60), 80)])[0]
     whole = _prompt(60) + first.token_ids
     for chunk_size in (17, 512):
-        engine = _engine(tiny_model, chunk_size=chunk_size)
+        engine = small_engine(tiny_model, chunk_size=chunk_size)
         scored = engine.run([Request("s", whole, 0, prompt_logprobs=True)])[0]
         # The same sums in another order: a few hundred float32 ulps of 1 through four layers.
         torch.testing.assert_close(
@@ -266,12 +251,12 @@ class _Zero(nn.Module):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_right_draft_is_always_accepted(prophet, draft_tokens, temperature):
     request = Request("a", _prompt(129), 60, Sampling(temperature, 0.9, 4))
-    plain = _engine(prophet).run([request])[0]
-    engine = _engine(prophet, draft_tokens=draft_tokens, chunk_size=40)
+    plain = small_engine(prophet).run([request])[0]
+    engine = small_engine(prophet, draft_tokens=draft_tokens, chunk_size=40)
     engine.submit(request)
     steps = 0
     while engine.busy:
-        _poison(engine)
+        poison(engine)
         finished = engine.step().finished
         steps += 1
     assert finished[0].token_ids == plain.token_ids

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-import torch
+from engine_runs import poison
 from fake_model import VOCAB, FakeModel, generate_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,24 +24,12 @@ def _options(**changes):
     return EngineOptions(**(defaults | changes))
 
 
-def _poison(engine):
-    """Poison every page that no request holds, the null page included."""
-    for group in engine.store.groups:
-        table = engine.store.tables[group.name]
-        held = {
-            page for row in range(engine.options.max_requests) for page in table.held(row).values()
-        }
-        free = torch.tensor([n for n in range(table.pool.num_pages) if n not in held])
-        for cache in engine.store.tensors(group):
-            cache.index_fill_(0, free, 255 if cache.dtype is torch.uint8 else torch.nan)
-
-
 def _run(engine, *requests):
     for request in requests:
         engine.submit(request)
     done = {}
     while engine.busy:
-        _poison(engine)
+        poison(engine)
         done |= {each.request.request_id: each for each in engine.step().finished}
     return [done[request.request_id] for request in requests]
 

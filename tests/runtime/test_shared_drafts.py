@@ -8,6 +8,7 @@ import traceback
 
 import pytest
 import torch
+from engine_runs import poison
 
 from anymla.model import load
 from anymla.model.load import load_model
@@ -77,17 +78,6 @@ def _rows(engine, state):
     return found
 
 
-def _poison(engine):
-    for group in engine.store.groups:
-        table = engine.store.tables[group.name]
-        held = {
-            page for row in range(engine.options.max_requests) for page in table.held(row).values()
-        }
-        free = torch.tensor([page for page in range(table.pool.num_pages) if page not in held])
-        for cache in engine.store.tensors(group):
-            cache.index_fill_(0, free, 255 if cache.dtype is torch.uint8 else torch.nan)
-
-
 @pytest.fixture(scope="module")
 def alone(model):
     """Texts without drafts, and the rows of every position, as one token a step leaves them."""
@@ -113,7 +103,7 @@ def _serve(engine, each_step=None):
     while waiting or engine.busy:
         if waiting:
             engine.submit(waiting.pop(0))
-        _poison(engine)
+        poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = completion
         if each_step is not None:
@@ -187,7 +177,7 @@ def test_what_is_drafted_is_what_the_oracle_drafts(directory, model):
         engine.submit(request)
         drafted = {}
         while engine.busy:
-            _poison(engine)
+            poison(engine)
             finished = engine.step().finished
             for state in engine.scheduler.running:
                 if not state.is_prefill:

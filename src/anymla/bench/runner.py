@@ -14,13 +14,19 @@ from typing import Any, Protocol
 
 import torch
 
+from anymla.bench.cpu_clock import CpuClock
 from anymla.bench.environment import environment
+from anymla.bench.gpu_timing import GpuClock
 from anymla.bench.report import Result
 
 Call = Callable[[], Any]
 Values = dict[str, Any]
 # A row's target in words, and True if the row reaches it; None without a target.
 Verdict = tuple[str, bool] | None
+
+
+# Times on the device of the inputs.
+Clock = CpuClock | GpuClock
 
 
 class Versioned(Protocol):
@@ -30,43 +36,6 @@ class Versioned(Protocol):
 
     def version(self) -> str | None:
         """Return the library's release; None if it does not say it."""
-        ...
-
-
-class Clock(Protocol):
-    """Times on a device; ``gpu_timing.GraphClock`` on GPUs."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which inputs are drawn."""
-        ...
-
-    def time_us(self, calls: Sequence[Call], repetitions: int = 20) -> float:
-        """Return the median microseconds of a call; successive calls take the next of ``calls``."""
-        ...
-
-    def copy_bandwidth(self) -> float:
-        """Return the bytes per second of a large copy, counting read and written bytes."""
-        ...
-
-    def matmul_rate(self) -> float:
-        """Return the bfloat16 operations per second of a large product."""
-        ...
-
-    def copy_us(self, bytes_moved: int) -> float:
-        """Return the microseconds of a copy that moves this many bytes."""
-        ...
-
-    def peak_bytes(self, call: Call) -> int:
-        """Return the memory that a call takes beyond what is held before it, in bytes."""
-        ...
-
-    def kernel_times(self, call: Call) -> list[tuple[str, float]]:
-        """Profile a call and return the name and microseconds of each launched kernel."""
-        ...
-
-    def release(self) -> None:
-        """Return free memory to the device."""
         ...
 
 

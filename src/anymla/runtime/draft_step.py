@@ -15,8 +15,8 @@ from anymla.model.transformer import Transformer
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.fixed_step import FixedStep
+from anymla.runtime.forwarded import place_rows
 from anymla.runtime.span import Span
-from anymla.runtime.upload import upload
 
 
 class DraftStep:
@@ -58,14 +58,7 @@ class DraftStep:
         self, spans: Sequence[Span], hidden: Tensor, rows: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Run ``DecodeRunner.draft`` in this bucket; the results last until the next run."""
-        index = [0] * self._bucket.rows
-        source = iter(rows)
-        for i, span in enumerate(spans):
-            first = i * self._bucket.tokens
-            for row in range(first, first + len(span.token_ids)):
-                index[row] = next(source)
-        (where,) = upload([index], hidden.device)
-        torch.index_select(hidden, 0, where, out=self._hidden)
+        place_rows(hidden, rows, spans, self._bucket, self._hidden)
         streams, logits = self._step(spans)
         return streams, logits
 

@@ -21,11 +21,12 @@ from anymla.runtime.block_step import block_step
 from anymla.runtime.bucket import Bucket
 from anymla.runtime.cache_store import CacheStore
 from anymla.runtime.fixed_step import FixedStep
+from anymla.runtime.forwarded import place_rows
 from anymla.runtime.options import EngineOptions
 from anymla.runtime.sampler import Sampling, best_tokens, noise_key, sample_tokens
 from anymla.runtime.sizing import block_size
 from anymla.runtime.span import Span
-from anymla.runtime.upload import to_device, upload
+from anymla.runtime.upload import to_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,14 +276,7 @@ class DSparkStep:
         self, spans: Sequence[Span], taps: Tensor, rows: Sequence[int], noise: DraftNoise | None
     ) -> Tensor:
         """Run ``DecodeRunner.draft_blocks`` in this bucket; the results last until the next run."""
-        index = [0] * self._bucket.rows
-        source = iter(rows)
-        for i, span in enumerate(spans):
-            first = i * self._bucket.tokens
-            for row in range(first, first + len(span.token_ids)):
-                index[row] = next(source)
-        (where,) = upload([index], taps.device)
-        torch.index_select(taps, 0, where, out=self._taps)
+        place_rows(taps, rows, spans, self._bucket, self._taps)
         if noise is None:
             self._noise.temperatures.zero_()
         else:

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
+from anymla.runtime.bucket import Bucket
 from anymla.runtime.span import Span
 from anymla.runtime.upload import upload
 
@@ -57,3 +59,19 @@ def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
         return values[: len(rows)]
     (index,) = upload([rows], values.device)
     return values.index_select(0, index)
+
+
+def place_rows(
+    values: Tensor, rows: Sequence[int], spans: Sequence[Span], bucket: Bucket, out: Tensor
+) -> None:
+    """Copy rows of the spans' tokens, one after the other, to the tokens' places in a bucket.
+
+    Padding gets row 0.
+    """
+    index, source = [0] * bucket.rows, iter(rows)
+    for i, span in enumerate(spans):
+        first = i * bucket.tokens
+        for row in range(first, first + len(span.token_ids)):
+            index[row] = next(source)
+    (where,) = upload([index], values.device)
+    torch.index_select(values, 0, where, out=out)

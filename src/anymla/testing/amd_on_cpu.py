@@ -13,9 +13,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from anymla.ops import device as device_facts
 from anymla.ops.moe.inputs import ExpertTensors
-from anymla.ops.registry import Support
+from anymla.testing.device_bridge import admit_cpu_tensors
 from crossrun import amd
 from crossrun.amd import missing
 
@@ -36,15 +35,7 @@ def install(name: str) -> Any:
         RuntimeError: something is not installed, or the process has another target.
     """
     device = amd.install(name)
-    supported = device_facts._support
-
-    def support(device_type: str) -> Support:
-        return Support(True, automatic=False) if device_type == "cpu" else supported(device_type)
-
-    support.cache_clear = supported.cache_clear  # type: ignore[attr-defined]
-    device_facts._support = support  # type: ignore[assignment]
-    device_facts.CPU = device_facts.TARGETS[name]
-    device_facts.target_of.cache_clear()
+    admit_cpu_tensors(name)
     _reach_experts(device)
     return device
 

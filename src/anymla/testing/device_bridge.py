@@ -22,15 +22,13 @@ _NAMED = "triton"
 _T = TypeVar("_T")
 
 
-@functools.cache
-def install() -> None:
-    """Bridge all operations of this process; further calls do nothing.
+def admit_cpu_tensors(target: str | None = None) -> None:
+    """Let backends of Triton's kernels take CPU tensors when they are named.
 
-    Raises:
-        RuntimeError: there is no CUDA device.
+    Args:
+        target: name of the target whose tiles are chosen on the CPU from then on; None for the
+            CPU's own.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("the device bridge needs a CUDA device")
     supported = device_facts._support
 
     def support(device_type: str) -> Support:
@@ -41,6 +39,21 @@ def install() -> None:
     # The cached support of a device must still be resettable.
     support.cache_clear = supported.cache_clear  # type: ignore[attr-defined]
     device_facts._support = support  # type: ignore[assignment]
+    if target is not None:
+        device_facts.CPU = device_facts.TARGETS[target]
+        device_facts.target_of.cache_clear()
+
+
+@functools.cache
+def install() -> None:
+    """Bridge all operations of this process; further calls do nothing.
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("the device bridge needs a CUDA device")
+    admit_cpu_tensors()
     call = Operation.__call__
 
     def bridged(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anymla.ops import device as device_facts
-from anymla.ops.registry import Support
+from anymla.testing.device_bridge import admit_cpu_tensors
 from crossrun import intel
 from crossrun.intel import missing
 
@@ -43,20 +43,8 @@ def install(*, dpas: bool = False) -> Any:
     """
     cache = Path(os.environ.get("ANYMLA_OPENCL_CACHE", "~/.cache/anymla/opencl"))
     runtime = intel.install(dpas=dpas, cache=cache)
-    _admit_cpu_tensors()
     device_facts.LEAST_TRITON = _TRITON
     device_facts.triton_problem.cache_clear()
     # The choices of tiles, which on Arc A are for products that are additions.
-    device_facts.CPU = device_facts.TARGETS["xpu_bmg" if dpas else "xpu_dg2"]
-    device_facts.target_of.cache_clear()
+    admit_cpu_tensors("xpu_bmg" if dpas else "xpu_dg2")
     return runtime
-
-
-def _admit_cpu_tensors() -> None:
-    supported = device_facts._support
-
-    def support(device_type: str) -> Support:
-        return Support(True, automatic=False) if device_type == "cpu" else supported(device_type)
-
-    support.cache_clear = supported.cache_clear  # type: ignore[attr-defined]
-    device_facts._support = support  # type: ignore[assignment]

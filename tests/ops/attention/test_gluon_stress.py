@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from stress import Repeated, repeat
 
 from anymla.formats.page_layout import MAIN_FP8, V32_FP8, get_layout
 from anymla.ops.attention.decode_config import Cut, Schedule, blocks_of, tile_heads
-from anymla.testing.stress import Repeated, repeat
 
 BLOCKS = int(float(os.environ.get("ANYMLA_STRESS_BLOCKS", "1e6")))
 SECONDS = float(os.environ.get("ANYMLA_STRESS_SECONDS", "120"))

@@ -1,6 +1,6 @@
 """Evidence counts a test for the family that it is about."""
 
-from anymla.testing.gpu_record import rows
+from lab.gpu_record import rows
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.ops.test_kv_cache" name="test_a[triton]"/>

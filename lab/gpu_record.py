@@ -1,7 +1,7 @@
 """Conversion of a pytest report from a GPU to rows of evidence, one a family of operations.
 
 pytest -k "triton or device" tests/ops tests/test_conformance.py --junitxml report.xml
-python -m anymla.testing.gpu_record report.xml COMMIT >> benchmarks/results/gpu_tests.jsonl
+python -m lab.gpu_record report.xml COMMIT >> benchmarks/results/gpu_tests.jsonl
 """
 
 from __future__ import annotations
