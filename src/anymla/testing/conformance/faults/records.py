@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -38,15 +40,45 @@ def _stored(cache: Tensor, slots: Tensor, layout: str, data: Tensor, scales: Ten
     data_plane[page, offset], scale_plane[page, offset] = data, scales
 
 
-def _nvfp4(k: Tensor, cache: Tensor, slots: Tensor, layout: str, scale: Tensor, block: int) -> None:
+def _nvfp4(k: Tensor, scale: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Code rows with given scales [n, 512 / block]."""
     codes = encode_e2m1(k.bfloat16().float().unflatten(1, (-1, block)) / scale.unsqueeze(-1))
-    stored = encode_e4m3(scale).repeat_interleave(block // 16, 1)
-    _stored(cache, slots, layout, pack_nibbles(codes.flatten(1)), stored)
+    return pack_nibbles(codes.flatten(1)), encode_e4m3(scale).repeat_interleave(block // 16, 1)
+
+
+def _fp8(k: Tensor, scale: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Code rows with scales [n, 512 / block] rounded up to powers of two."""
+    exponent = torch.log2(scale).ceil()
+    rows = k.bfloat16().float().unflatten(1, (-1, block))
+    codes = encode_e4m3(rows / torch.exp2(exponent).unsqueeze(-1))
+    return codes.flatten(1), (exponent + 127).to(torch.uint8).repeat_interleave(block // 32, 1)
 
 
 def _amax(k: Tensor, block: int) -> Tensor:
     return k.bfloat16().float().unflatten(1, (-1, block)).abs().amax(-1)
+
+
+_Code = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _wrong_bytes(layouts: Collection[str], case: str) -> Callable[[_Code], Any]:
+    """Register a function that replaces what was stored of rows, in some layouts.
+
+    Args:
+        layouts: ids of the layouts; rows of others are stored as they should be.
+        case: id of the case that is meant to detect it.
+    """
+
+    def register(code: _Code) -> Any:
+        @functools.wraps(code, assigned=("__name__", "__doc__"))
+        def run(k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8") -> None:
+            GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+            if layout in layouts:
+                _stored(cache, slots, layout, *code(k, *_held(cache, slots, layout)))
+
+        return fault("quantize_and_insert_k_cache", case)(run)
+
+    return register
 
 
 @fault("quantize_and_insert_k_cache", "L9")
@@ -70,81 +102,47 @@ def entries_attended_in_the_other_arrangement(q: Tensor, rows: list[CacheRows], 
     return GOOD.sparse_attention(q, other, **rest)
 
 
-@fault("quantize_and_insert_k_cache", "Q8")
-def nvfp4_in_blocks_of_32(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
-    if layout not in _NVFP4:
-        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
-        return
-    scale = decode_e4m3(encode_e4m3(_amax(k, 32).clamp(min=6 * 2.0**-9) / 6))
-    _nvfp4(k, cache, slots, layout, scale, 32)
+@_wrong_bytes(_NVFP4, "Q8")
+def nvfp4_in_blocks_of_32(k: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return _nvfp4(k, decode_e4m3(encode_e4m3(_amax(k, 32).clamp(min=6 * 2.0**-9) / 6)), 32)
 
 
-@fault("quantize_and_insert_k_cache", "Q8")
-def nvfp4_scale_without_its_floor(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
-    if layout not in _NVFP4:
-        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
-        return
-    _nvfp4(k, cache, slots, layout, decode_e4m3(encode_e4m3(_amax(k, 16) / 6)), 16)
+@_wrong_bytes(_NVFP4, "Q8")
+def nvfp4_scale_without_its_floor(k: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return _nvfp4(k, decode_e4m3(encode_e4m3(_amax(k, 16) / 6)), 16)
 
 
-@fault("quantize_and_insert_k_cache", "Q8")
+@_wrong_bytes(_NVFP4, "Q8")
 def nvfp4_scale_rounded_up_to_a_power_of_two(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
-    if layout not in _NVFP4:
-        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
-        return
+    k: Tensor, data: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
     amax = _amax(k, 16).clamp(6 * 2.0**-9, 6 * 256.0)
-    _nvfp4(k, cache, slots, layout, torch.exp2(torch.log2(amax / 6).ceil()), 16)
+    return _nvfp4(k, torch.exp2(torch.log2(amax / 6).ceil()), 16)
 
 
-@fault("quantize_and_insert_k_cache", "Q8")
-def nvfp4_scale_does_not_saturate(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
-    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
-    if layout in _NVFP4:
-        data, scales = _held(cache, slots, layout)
-        scales[_amax(k, 16) > 2688] = 0x7F
-        _stored(cache, slots, layout, data, scales)
+@_wrong_bytes(_NVFP4, "Q8")
+def nvfp4_scale_does_not_saturate(k: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return data, torch.where(_amax(k, 16) > 2688, 0x7F, scales).to(torch.uint8)
 
 
-@fault("quantize_and_insert_k_cache", "Q8")
-def nvfp4_values_are_not_clamped(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
+@_wrong_bytes(_NVFP4, "Q8")
+def nvfp4_values_are_not_clamped(k: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Let a magnitude above 6 scales, which nearest scales allow, overflow into the sign."""
-    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
-    if layout in _NVFP4:
-        data, scales = _held(cache, slots, layout)
-        codes, step = unpack_nibbles(data), decode_e4m3(scales).repeat_interleave(16, 1)
-        codes = torch.where(k.bfloat16().float().abs() > 6.25 * step, codes ^ 15, codes)
-        _stored(cache, slots, layout, pack_nibbles(codes), scales)
+    codes, step = unpack_nibbles(data), decode_e4m3(scales).repeat_interleave(16, 1)
+    codes = torch.where(k.bfloat16().float().abs() > 6.25 * step, codes ^ 15, codes)
+    return pack_nibbles(codes), scales
 
 
-@fault("quantize_and_insert_k_cache", "Q8")
-def nvfp4_sign_of_zero_dropped(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
-    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
-    if layout in _NVFP4:
-        data, scales = _held(cache, slots, layout)
-        codes = unpack_nibbles(data)
-        codes = torch.where(decode_e2m1(codes) == 0, 0, codes).to(torch.uint8)
-        _stored(cache, slots, layout, pack_nibbles(codes), scales)
+@_wrong_bytes(_NVFP4, "Q8")
+def nvfp4_sign_of_zero_dropped(k: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    codes = unpack_nibbles(data)
+    codes = torch.where(decode_e2m1(codes) == 0, 0, codes).to(torch.uint8)
+    return pack_nibbles(codes), scales
 
 
-@fault("quantize_and_insert_k_cache", "Q8")
-def nibbles_written_high_first(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
-    if layout in _NVFP4:
-        k = k.unflatten(1, (-1, 2)).flip(2).flatten(1)
-    GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
+@_wrong_bytes(_NVFP4, "Q8")
+def nibbles_written_high_first(k: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return (data << 4) | (data >> 4), scales
 
 
 @fault("dequant_gather_slots", "L9", "Q8")
@@ -165,31 +163,17 @@ def nan_scales_read_as_numbers(
         out.nan_to_num_(480.0)
 
 
-@fault("quantize_and_insert_k_cache", "Q9")
-def v41_window_in_blocks_of_64(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
-    if layout not in _FP8:
-        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
-        return
-    amax = _amax(k, 64).clamp(min=1e-4)
-    exponent = torch.log2(amax / 448).ceil()
-    codes = encode_e4m3(k.bfloat16().float().view(-1, 8, 64) / torch.exp2(exponent).unsqueeze(-1))
-    scales = (exponent + 127).to(torch.uint8).repeat_interleave(2, 1)
-    _stored(cache, slots, layout, codes.flatten(1), scales)
+@_wrong_bytes(_FP8, "Q9")
+def v41_window_in_blocks_of_64(k: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return _fp8(k, _amax(k, 64).clamp(min=1e-4) / 448, 64)
 
 
-@fault("quantize_and_insert_k_cache", "Q9")
+@_wrong_bytes(_FP8, "Q9")
 def v41_scale_floored_instead_of_amax(
-    k: Tensor, cache: Tensor, slots: Tensor, *, layout: str = "v4_main_fp8"
-) -> None:
+    k: Tensor, data: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
     """Limit scales to at least 1e-4 (byte 114), as some writers do."""
-    if layout not in _FP8:
-        GOOD.quantize_and_insert_k_cache(k, cache, slots, layout=layout)
-        return
-    exponent = torch.log2((_amax(k, 32) / 448).clamp(min=1e-4)).ceil()
-    codes = encode_e4m3(k.bfloat16().float().view(-1, 16, 32) / torch.exp2(exponent).unsqueeze(-1))
-    _stored(cache, slots, layout, codes.flatten(1), (exponent + 127).to(torch.uint8))
+    return _fp8(k, (_amax(k, 32) / 448).clamp(min=1e-4), 32)
 
 
 @fault("sparse_attention", "Q9")
