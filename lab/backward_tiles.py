@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from anymla.ops.attention import prefill_attention, prefill_attention_backward
 from anymla.ops.attention import triton_prefill_backward_launch as launch
 from anymla.ops.attention.prefill_backward_config import BackwardConfig, choose_config
 from anymla.ops.device import target_of
+from anymla.testing.tolerance import relative_l2
 
 WINDOW, ENTRIES, CHANNELS = 128, 8192, 512
 
@@ -117,11 +119,6 @@ class Call:
         )  # fmt: skip
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the relative L2 distance."""
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
-
-
 def checked(device: torch.device, shape: Shape, *, channels: int = CHANNELS) -> list[str]:
     """Compare small gradients with torch's in float32, and two deterministic runs bit by bit."""
     call = Call(shape, device, channels=channels)
@@ -130,7 +127,7 @@ def checked(device: torch.device, shape: Shape, *, channels: int = CHANNELS) -> 
     ways: dict[str, dict[str, Any]] = {"atomics": {}, "in order": {"deterministic": True}}
     for word, more in ways.items():
         got, again = call.run(**more), call.run(**more)
-        apart = [error(one, other) for one, other in zip(got, want, strict=True)]
+        apart = list(itertools.starmap(relative_l2, zip(got, want, strict=True)))
         same = all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
         assert max(apart) < 1e-2, (word, apart)
         assert same or not more, word
@@ -174,7 +171,7 @@ def measured(
             with mock.patch.object(launch, "choose_config", return_value=tile):
                 apart: dict[str, Any] = {}
                 if tile == chosen and "gradients" not in more:
-                    errors = (error(one, other) for one, other in zip(run(), want, strict=True))
+                    errors = itertools.starmap(relative_l2, zip(run(), want, strict=True))
                     apart = {"relative_l2": [float(f"{one:.2g}") for one in errors]}
                 try:
                     taken = clock.time_us([run] * 2, repetitions=5)

@@ -38,6 +38,7 @@ from anymla.ops.moe import experts
 from anymla.ops.moe import triton_launch as moe_launch
 from anymla.ops.moe.config import GemmConfig
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape, flash, pro
+from anymla.testing.tolerance import relative_l2
 
 Tile = tuple[int, int, int]  # rows of the weight, warps that share K, stages
 Calls = list[Callable[[], Any]]
@@ -169,8 +170,8 @@ def compile_ahead(call: Callable[[], Any], launcher: Any, name: str, configs: li
 
 
 def by_torch(call: Any) -> torch.Tensor:
-    """Return a call's result by the backend that is plain torch, in float64."""
-    return call.func(*call.args, **call.keywords | {"backend": "torch"}).double()
+    """Return a call's result by the backend that is plain torch."""
+    return call.func(*call.args, **call.keywords | {"backend": "torch"})
 
 
 def measured_experts(
@@ -199,8 +200,7 @@ def measured_experts(
                 "kernels_us": [(name[:40], taken) for name, taken in clock.kernel_times(made[0])],
             }  # fmt: skip
             if tokens <= 8 or shape.experts <= 48:
-                got, want = made[0]().double(), by_torch(made[0])
-                row["error"] = float((got - want).norm() / want.norm())
+                row["error"] = relative_l2(made[0](), by_torch(made[0]))
             yield row | (searched(shape, made[0], time) if search else {})
 
 
@@ -269,13 +269,12 @@ def measured_products(target: Target, clock: Any, search: bool) -> Iterator[dict
             time = functools.partial(timed, made, linear_launch, name, clock=clock)
             us = time(config=chosen)
             assert us is not None
-            got, want = made[0]().double(), by_torch(made[0])
             row: dict[str, Any] = {
                 "part": "product tile", "n": n, "k": k, "tokens": tokens,
                 "us_rows_shared": time(config=rows), "us": us,
                 "bytes_us": n * k / clock.copy_bandwidth() * 1e6,
                 "share_of_copy": n * k / us * 1e6 / clock.copy_bandwidth(),
-                "error": float((got - want).norm() / want.norm()),
+                "error": relative_l2(made[0](), by_torch(made[0])),
             }  # fmt: skip
             if search:
                 taken = {tile: time(config=config) for tile, config in configs.items()}
@@ -311,15 +310,14 @@ def measured_many(clock: Any) -> Iterator[dict[str, Any]]:
         us = times[best]
         assert us is not None
         with mock.patch.object(linear_launch, name, return_value=configs[best]):
-            got = made[0]().double()
-        want = by_torch(made[0])
+            error = relative_l2(made[0](), by_torch(made[0]))
         yield {
             "part": "product tile of many", "n": n, "k": k, "tokens": tokens, "us": us,
             "us_by_bits": timed(made, linear_launch, name, bits, clock),
             "us_by_words": times[dataclasses.astuple(_MANY_TILES[0]), 512],
             "tile": best, "bytes_us": n * k / clock.copy_bandwidth() * 1e6,
             "us_by_tile": {str(key): value for key, value in times.items()},
-            "error": float((got - want).norm() / want.norm()),
+            "error": error,
         }  # fmt: skip
 
 

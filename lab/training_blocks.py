@@ -24,6 +24,7 @@ from anymla.bench.report import append_lines
 from anymla.layers.caches import CACHE_FORMATS
 from anymla.layers.rope_table import RopeTable
 from anymla.layers.spec import LayerSpec
+from anymla.testing.tolerance import relative_l2
 from anymla.train.layer import Sizes
 
 FLASH = Sizes(4096, 64, 512, 1024, 8, 1024, 64, 128, 1e-6)
@@ -125,11 +126,7 @@ def main(tokens: int, sizes: Sizes, device: str, path: Path | None = None, only:
         torch.manual_seed(0)
         few = make(300, SMALL)
         pairs = zip(gradients(few, device)[0], gradients(few, "cpu")[0], strict=True)
-        errors = [
-            float((a.cpu().float() - b.float()).norm() / b.float().norm().clamp(min=1e-20))
-            for a, b in pairs
-            if a is not None and b is not None
-        ]
+        errors = [relative_l2(a.cpu(), b) for a, b in pairs if a is not None and b is not None]
         block = make(tokens, sizes)
         for _ in range(3):
             forward, backward = gradients(block, device)[1:]

@@ -32,6 +32,7 @@ from anymla.bench.environment import environment
 from anymla.bench.gpu import device_facts
 from anymla.bench.report import append_lines
 from anymla.child_process import python_command
+from anymla.testing.tolerance import relative_l2
 
 LENGTHS = {"anymla": (8192, 32768, 131072), "eager": (4096, 8192, 16384)}
 KINDS = {
@@ -166,9 +167,7 @@ class Layer:
         for attention in LENGTHS:
             found = self.gradients(self.module, x, attention)
             errors = {
-                name: float((found[name] - want).norm() / want.norm())
-                for name, want in exact.items()
-                if want.any()
+                name: relative_l2(found[name], want) for name, want in exact.items() if want.any()
             }
             output, given = errors.pop("output"), errors.pop("input")
             worst = max(errors, key=errors.__getitem__)

@@ -18,6 +18,7 @@ from anymla.ops.moe import experts
 from anymla.ops.moe.config import choose_w4a8_config
 from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
 from anymla.ops.moe.shapes import MODELS, V41_MODELS
+from anymla.testing.tolerance import relative_l2
 
 if TYPE_CHECKING:
     from lab.peers.experts import ExpertsPeer, Run
@@ -133,8 +134,7 @@ def _subjects(given: _Given, tokens: int, clock: Clock) -> Iterator[Subject]:
     for name, others in named.items():
 
         def distance(name: str = name, others: Sequence[Call] = others) -> Values:
-            got, chosen = others[0]().double(), calls[0]().double()
-            return {f"{name}_distance": ((got - chosen).norm() / chosen.norm()).item()}
+            return {f"{name}_distance": relative_l2(others[0](), calls[0]())}
 
         def rate(us: float, name: str = name) -> Values:
             return {f"{name}_tflops": flops / us * 1e-6}
@@ -187,8 +187,7 @@ def _timed(
         return {f"{peer.name}_absent": run}
     named = [functools.partial(run, *call.args) for call in calls]
     try:
-        want = exact()
-        error = ((named[0]()[:_CHECKED].double() - want).norm() / want.norm()).item()
+        error = relative_l2(named[0]()[:_CHECKED], exact())
         if not error <= peer.bound:
             wrong = f"its results are {error:.3g} off the reference, more than {peer.bound}"
             return {f"{peer.name}_absent": wrong}

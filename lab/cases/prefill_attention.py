@@ -29,6 +29,7 @@ from anymla.ops.attention.composed import named_rows
 from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.step_indices import combine_topk_swa_indices
+from anymla.testing.tolerance import relative_l2
 from lab.peers.flash_mla import padded_heads
 
 PART, LISTS = "attention during prefill", "flash_mla_sparse_fwd"
@@ -205,8 +206,7 @@ class Call:
             seen = torch.cat((torch.arange(start, start + count), second))
             rows = self.rows[seen.to(self.rows.device)].double()
             wide.append(attend(self.q[token].double(), rows, self.sink.double(), None, 512)[0])
-        want = torch.stack(wide)
-        return float((out[some].double() - want).norm() / want.norm())
+        return relative_l2(out[some], torch.stack(wide))
 
 
 def _selected(visible: Tensor, entries: int, topk: int, local: bool) -> Tensor:

@@ -186,6 +186,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float(difference / want.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny))
 
 
+def relative_l2(got: Tensor, want: Tensor) -> float:
+    """Length of ``got - want`` divided by that of ``want`` (float64)."""
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
 def _bits(x: Tensor) -> Tensor:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(integer[x.dtype.itemsize]) if x.dtype != torch.bool else x

@@ -18,6 +18,7 @@ from anymla.ops.linear.config import TritonConfig
 from anymla.ops.moe import config, experts
 from anymla.ops.moe.inputs import ExpertTensors
 from anymla.ops.registry import BackendUnavailable, Support
+from anymla.testing.tolerance import relative_l2
 
 BLOCK = 32
 
@@ -156,10 +157,6 @@ def _experts_call(weight_format, tokens, d, inner):
     }  # fmt: skip
 
 
-def _distance(one, other):
-    return float((one - other).norm() / other.norm())
-
-
 # A code of w2's input may fall on the other side of a tie, by the order of w1's sums.
 _TIES = 2e-3
 
@@ -170,10 +167,10 @@ _TIES = 2e-3
 def test_experts(backend, weight_format, tokens, d, inner):
     call = _experts_call(weight_format, tokens, d, inner)
     want = experts(**call, backend="reference")
-    assert _distance(experts(**call, backend=backend), want) < _TIES
+    assert relative_l2(experts(**call, backend=backend), want) < _TIES
     if weight_format == "mxfp4":
         # Blocks of another size are not these.
-        assert _distance(experts(**call | {"quant_block": 128}, backend=backend), want) > 0.1
+        assert relative_l2(experts(**call | {"quant_block": 128}, backend=backend), want) > 0.1
 
 
 @no_triton
@@ -211,7 +208,7 @@ def test_experts_of_swapped_operands(weight_format, operand, wide, k_warps, toke
         lambda inputs, results: triton_grouped_gemm.grouped_gemm(inputs, results, forced),
         *tensors, projections, **call, expert_offset=0, shared=None,
     )  # fmt: skip
-    assert _distance(found.cpu(), want) < _TIES
+    assert relative_l2(found.cpu(), want) < _TIES
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

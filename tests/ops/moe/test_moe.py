@@ -39,7 +39,7 @@ from anymla.ops.moe.config import (
 from anymla.ops.moe.inputs import ExpertTensors, expected_alignment
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape, flash, pro
 from anymla.ops.registry import Support
-from anymla.testing.tolerance import accumulation, assert_close, assert_identical, ulps
+from anymla.testing.tolerance import accumulation, assert_close, assert_identical, relative_l2, ulps
 
 no_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 BACKENDS = ["reference", "torch", pytest.param("triton", marks=no_triton)]
@@ -321,7 +321,7 @@ def test_experts_in_bfloat16(backend: str, weight_format: str, tokens: int, quan
     # after it add three of them in quadrature: eps / 2, and twice that since the values are few.
     quantized = quantize and weight_format not in ("plain", "nvfp4")
     bound = 2.0**-3 if quantized else ulps(torch.bfloat16, 1)
-    error = float((got.double() - exact).norm() / exact.norm())
+    error = relative_l2(got, exact)
     print(f"against float64: relative rms error {error:.3g}, allowed {bound:.3g}")
     assert error <= bound
 
@@ -403,7 +403,7 @@ def assert_one_token_is_a_row_of_two(
     exact = bank.expected(x.cpu(), ids.cpu(), weights.cpu(), 10)
     # Two quantisations and three roundings: see ``test_experts_in_bfloat16``.
     allowed = 2.0**-3 if quantize and bank.weight_format != "plain" else error
-    assert float((together.cpu() - exact).norm() / exact.norm()) <= allowed
+    assert relative_l2(together.cpu(), exact) <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

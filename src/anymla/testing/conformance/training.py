@@ -11,7 +11,7 @@ from torch import Tensor
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
 from anymla.testing.oracle.gradients import AttentionGradients, attention_gradients
-from anymla.testing.tolerance import assert_identical, ulps
+from anymla.testing.tolerance import assert_identical, relative_l2, ulps
 
 _DIM, _WINDOW, _WIDTH, _ROWS, _TILED_ROWS = 512, 6, 10, 40, 64
 # P, dS, the output in delta and the result are rounded to bfloat16, each by half a unit.
@@ -73,8 +73,7 @@ class Given:
         """Compare all gradients with the oracle's, and return them."""
         want, got = self.want(), self.run(ops, **more)
         for what, value in zip(("dq", "drows", "dsink"), got, strict=True):
-            right = getattr(want, what)
-            off = float((value.double() - right).norm() / right.norm().clamp(min=1e-30))
+            off = relative_l2(value, getattr(want, what))
             expect(off < _TOLERANCE, f"{name}: {what} is off by {off:.1e} of its length")
         return got
 

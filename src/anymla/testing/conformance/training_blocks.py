@@ -8,6 +8,7 @@ from torch import Tensor
 from anymla import train
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
+from anymla.testing.tolerance import relative_l2
 
 _EPS = 1e-6
 
@@ -22,7 +23,7 @@ def _same(name: str, got: Tensor, want: Tensor, inputs: list[Tensor]) -> list[Te
     pull = torch.randn_like(want)
     ours, right = (torch.autograd.grad(y, inputs, pull) for y in (got, want))
     for a, b in zip((got, *ours), (want, *right), strict=True):
-        off = float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-30))
+        off = relative_l2(a, b)
         expect(off < 1e-9, f"{name}: off by {off:.1e} of its length")
     return list(ours)
 
