@@ -211,12 +211,7 @@ def derived_families() -> list[str]:
 
 
 def derived_builds(family: str, target: Target) -> list[Build]:
-    """Return a family's builds in the order of their launches, with their file's requirements.
-
-    Args:
-        family: name in ``derived_families``.
-        target: target to build for.
-    """
+    """Return a derived family's builds in the order of launches, with its file's requirements."""
     return judged(family, _launched(family, target, f"anymla.ops.{family}."), target)
 
 
@@ -232,11 +227,7 @@ def judged(family: str, builds: Iterable[Build], target: Target) -> list[Build]:
 
 
 def shared_builds(target: Target) -> list[Build]:
-    """Return builds of the kernels that families share, each once, without exceptions.
-
-    Args:
-        target: target to build for.
-    """
+    """Return builds of the kernels that families share, each once, without exceptions."""
     builds: dict[Key, Build] = {}
     for family in derived_families():
         for build in _launched(family, target, "anymla.ops._"):

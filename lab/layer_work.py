@@ -35,14 +35,7 @@ class Work:
 
 
 def layer_work(layer: DecoderLayer, config: ModelConfig, batch: DecodeBatch, visited: int) -> Work:
-    """Count a layer's work for a batch.
-
-    Args:
-        layer: layer whose work is counted.
-        config: configuration of the layer's model.
-        batch: one token a request.
-        visited: experts that have at least one token.
-    """
+    """Count a layer's work for a batch of one token a request, which visits so many experts."""
     step = batch.step
     tokens = len(step.token_ids)
     weights = sum(_nbytes(tensor) for tensor in _tensors(layer))

@@ -64,12 +64,7 @@ class Pool:
     """Pages of random keys."""
 
     def __init__(self, pages: int, device: torch.device) -> None:
-        """Draw them; the cases' seeds do not depend on it.
-
-        Args:
-            pages: number of pages to draw.
-            device: device to draw on.
-        """
+        """Draw them; the cases' seeds do not depend on it."""
         random = torch.Generator(device).manual_seed(0)
         draw = functools.partial(torch.randn, device=device, generator=random)
         self.cache = torch.empty(pages, PAGE, WIDTH + 4, dtype=torch.uint8, device=device)

@@ -106,12 +106,7 @@ class Call:
     """Inputs of a case on a device, and calls on them."""
 
     def __init__(self, case: PrefillCase, device: torch.device) -> None:
-        """Draw the inputs.
-
-        Args:
-            case: shape of the inputs.
-            device: device of the tensors.
-        """
+        """Draw the inputs."""
         tokens, heads = case.tokens, case.heads
         ratio = {"window": 0, "all": 128}.get(case.kind, 4)
         position = torch.arange(case.context - tokens, case.context, device=device)

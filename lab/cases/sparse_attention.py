@@ -157,10 +157,6 @@ def random_shapes(count: int, seed: int) -> Iterator[Drawn]:
     Each has 1 to 3 queries, or up to 8 in every tenth shape. Every tenth shape has no entries
     beside the window; the others have up to 2,048, half the time a multiple of 64. Pages have 64 or
     2 entries. Lengths are random in half of the shapes, full in a quarter, and absent in a quarter.
-
-    Args:
-        count: number of shapes to yield.
-        seed: seed of the random numbers.
     """
     draw = random.Random(seed)
     for number in range(count):

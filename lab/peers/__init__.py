@@ -29,11 +29,7 @@ class Peer:
     modules: tuple[str, ...]
 
     def __init__(self, find: Callable[[str], Any] = importlib.import_module) -> None:
-        """Import nothing yet.
-
-        Args:
-            find: imports a module by name.
-        """
+        """Import nothing yet."""
         self._find = find
 
     @functools.cached_property

@@ -81,9 +81,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         No tensor data is read.
 
-        Args:
-            directory: directory of the files.
-
         Raises:
             CheckpointError: the directory does not exist or has no safetensors, a file is missing,
                 truncated or of another format, or an index does not match its shards.

@@ -76,11 +76,6 @@ class EngramConfig:
 def engram_config(fields: Fields, layers: int, vocab: int) -> EngramConfig | None:
     """Read the tables' configuration; None without ``engram_layer_ids``.
 
-    Args:
-        fields: fields of the configuration.
-        layers: number of backbone layers.
-        vocab: number of token ids.
-
     Raises:
         ConfigError: a field is missing or has a value that no table can have.
     """

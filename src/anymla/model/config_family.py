@@ -115,9 +115,6 @@ def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     names of DeepSeek's inference code and of transformers are replaced. A field that occurs in both
     places, or under both names, must have one value.
 
-    Args:
-        values: fields of the file.
-
     Raises:
         ConfigError: ``text_config`` is no object, or a field has two values.
     """

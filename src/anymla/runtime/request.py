@@ -227,13 +227,7 @@ class RequestState:
 
 
 def default_new_tokens(wanted: int, prompt_length: int, config: ModelConfig) -> int:
-    """Return the tokens to generate by default, fewer if the context ends before.
-
-    Args:
-        wanted: number of tokens if there is room for them.
-        prompt_length: number of prompt tokens.
-        config: the model's configuration.
-    """
+    """Return the tokens to generate by default, fewer if the context ends before."""
     return max(1, min(wanted, config.max_position_embeddings - prompt_length))
 
 

@@ -20,13 +20,7 @@ _OFFSET, _GAP = 512, 4096
 
 
 def hostile_indices(limit: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Draw indices outside [0, limit): INT_MIN, -2, -1, limit, limit + 1 and INT_MAX.
-
-    Args:
-        limit: number of rows (or slots).
-        shape: shape of the result.
-        dtype: dtype of the result, int32 or int64.
-    """
+    """Draw indices outside [0, limit): INT_MIN, -2, -1, limit, limit + 1 and INT_MAX."""
     choices = torch.tensor([INT32_MIN, -2, -1, limit, limit + 1, INT32_MAX], dtype=dtype)
     return choices[torch.randint(len(choices), shape)]
 

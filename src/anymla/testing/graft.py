@@ -75,13 +75,7 @@ def graft_dspark(directory: str | Path, token_ids: Sequence[int]) -> None:
 
 
 def markov_tables(token_ids: Sequence[int], vocab: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return two float32 [V, rank] whose product is nearest to log((seen + u) / u) of all pairs.
-
-    Args:
-        token_ids: token ids of the text.
-        vocab: V, larger than every token id.
-        rank: rank of the product.
-    """
+    """Return two float32 [V, rank] whose product is nearest to log((seen + u) / u) of all pairs."""
     ids = torch.as_tensor(token_ids)
     seen = torch.zeros(vocab * vocab)
     seen.scatter_add_(0, ids[:-1] * vocab + ids[1:], torch.ones(len(ids) - 1))

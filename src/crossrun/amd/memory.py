@@ -133,10 +133,7 @@ class HostMemory:
         Raises:
             Fault: an address is outside of the ranges, or misaligned.
         """
-        self._check(addresses, size)
-        unit = min(size, 4)
-        at = ((addresses - U64(_FIRST_BYTE)) // U64(unit)).astype(I64)
-        values = self._of(unit)
+        values, at = self._checked(addresses, size)
         return np.stack([values[at + place].astype(U32) for place in range(max(size // 4, 1))])
 
     def store(self, addresses: Array, size: int, words: list[Array]) -> None:
@@ -145,16 +142,17 @@ class HostMemory:
         Raises:
             Fault: an address is outside of the ranges, or misaligned.
         """
-        self._check(addresses, size)
-        unit = min(size, 4)
-        at = ((addresses - U64(_FIRST_BYTE)) // U64(unit)).astype(I64)
-        values = self._of(unit)
+        values, at = self._checked(addresses, size)
         for place in range(max(size // 4, 1)):
             values[at + place] = words[place].astype(values.dtype)
 
-    def _of(self, unit: int) -> Array:
+    def _checked(self, addresses: Array, size: int) -> tuple[Array, Array]:
+        """Return memory in units of ``size`` bytes, at most 4, and the units at the addresses."""
+        self._check(addresses, size)
+        unit = min(size, 4)
         whole = self._bytes[: len(self._bytes) // 4 * 4]
-        return whole.view({1: np.uint8, 2: np.uint16, 4: U32}[unit])
+        values = whole.view({1: np.uint8, 2: np.uint16, 4: U32}[unit])
+        return values, ((addresses - U64(_FIRST_BYTE)) // U64(unit)).astype(I64)
 
 
 # Read-modify-write operations: old and given values to new ones, as uint32 or uint64.
