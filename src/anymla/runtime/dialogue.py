@@ -198,16 +198,8 @@ class ChatAnswer:
 
     def _finish(self, done: Completion) -> None:
         answer = self._answer.answer(self._parts)
-        self._result = Generation(
-            text=answer.text,
-            token_ids=done.token_ids,
-            logprobs=done.logprobs,
-            finish_reason=done.finish_reason,
-            prompt_token_ids=done.request.token_ids,
-            drafted=done.drafted,
-            accepted=done.accepted,
-            reasoning=answer.reasoning,
-            tool_calls=answer.tool_calls,
+        self._result = Generation.of(
+            done, answer.text, reasoning=answer.reasoning, tool_calls=answer.tool_calls
         )
         if self._dialogue is not None:
             said = done.token_ids

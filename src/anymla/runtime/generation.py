@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from anymla.model.answers import ToolCall
-from anymla.runtime.request import FinishReason
+from anymla.runtime.request import Completion, FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +36,10 @@ class Generation:
     accepted: int
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def of(cls, done: Completion, text: str, **chat: Any) -> Generation:
+        """Return the result of a completed request, with ``chat`` for the fields of chats."""
+        names = ("token_ids", "logprobs", "finish_reason", "drafted", "accepted")
+        same = {name: getattr(done, name) for name in names}
+        return cls(text, prompt_token_ids=done.request.token_ids, **same, **chat)

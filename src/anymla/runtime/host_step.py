@@ -50,12 +50,12 @@ def host_step(
         groups[group.name] = GroupStep(torch.from_numpy(table), _int64(slots), group.page_size)
         if group.kind == "window":
             assert group.retention is not None
-            window = _window(table, group, tokens, group.retention)
+            window = _newest(table, group, tokens, group.retention)
         elif group.kind == "index":
             visible = [(position + 1) // group.ratio for position in positions]
             index_lens[group.name] = _int32(visible)
         elif group.lists_entries(max_seq_len):
-            dense[group.name] = _entries(table, group, tokens, max_seq_len // group.ratio)
+            dense[group.name] = _newest(table, group, tokens, max_seq_len // group.ratio)
     assert window is not None
     return Step(
         token_ids=_int64([token_id for span in spans for token_id in span.token_ids]),
@@ -83,23 +83,15 @@ def _slot(table: NDArray[np.int32], group: CacheGroup, row: int, position: int) 
     return table.item(row, column) * group.page_size + offset
 
 
-def _window(table: NDArray[np.int32], group: CacheGroup, tokens: Tokens, window: int) -> Rows:
-    indices = np.full((len(tokens), window), -1, np.int32)
-    lengths = []
-    for target, (row, position) in zip(indices, tokens, strict=True):
-        first = max(0, position + 1 - window)
-        _list_slots(target, table[row], group.page_size, first, position + 1)
-        lengths.append(position + 1 - first)
-    return Rows(torch.from_numpy(indices), _int32(lengths))
-
-
-def _entries(table: NDArray[np.int32], group: CacheGroup, tokens: Tokens, width: int) -> Rows:
+def _newest(table: NDArray[np.int32], group: CacheGroup, tokens: Tokens, width: int) -> Rows:
+    """List the newest ``width`` entries that each token sees, or all if there are fewer."""
     indices = np.full((len(tokens), width), -1, np.int32)
     lengths = []
     for target, (row, position) in zip(indices, tokens, strict=True):
         visible = (position + 1) // group.ratio
-        _list_slots(target, table[row], group.page_size, 0, visible)
-        lengths.append(visible)
+        first = max(0, visible - width)
+        _list_slots(target, table[row], group.page_size, first, visible)
+        lengths.append(visible - first)
     return Rows(torch.from_numpy(indices), _int32(lengths))
 
 

@@ -436,12 +436,4 @@ class _Text:
         self.finish()
         if self.stopped:
             done = done.cut(self._text.tokens)
-        return Generation(
-            text="".join(self._parts),
-            token_ids=done.token_ids,
-            logprobs=done.logprobs,
-            finish_reason=done.finish_reason,
-            prompt_token_ids=done.request.token_ids,
-            drafted=done.drafted,
-            accepted=done.accepted,
-        )
+        return Generation.of(done, "".join(self._parts))

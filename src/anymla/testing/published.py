@@ -185,12 +185,6 @@ FLASH_41: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
     "tie_word_embeddings": False,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [32, 32],
-        "activation_scheme": "dynamic",
-    },
+    "quantization_config": FLASH["quantization_config"] | {"weight_block_size": [32, 32]},
     "expert_dtype": "fp4",
 }

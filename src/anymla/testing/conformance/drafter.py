@@ -17,25 +17,17 @@ from anymla.runtime.sampler import best_tokens
 from anymla.testing.conformance.ops import Ops
 from anymla.testing.conformance.registry import case, expect
 from anymla.testing.conformance.tiny_model import tiny_model
-from anymla.testing.conformance.v41 import STEP_OPERATIONS
+from anymla.testing.conformance.v41 import OPTIONS, STEP_OPERATIONS
 from anymla.testing.oracle.check import hidden_error
 from anymla.testing.oracle.dspark import DSparkOracle
 from anymla.testing.oracle.judge import Judge
 from anymla.testing.oracle.model import OracleModel, OracleResult
 from anymla.testing.oracle.recording import RecordedModel, Recorder, Recording
-from anymla.testing.tiny_checkpoint import TinyOptions
-from anymla.testing.tiny_options import TinySharing
 from anymla.testing.tolerance import assert_close
 
-_RATIOS, _HIDDEN, _STAGES = (0, 2, 1, 1), 64, 2
-_OPTIONS = TinyOptions.shared(
-    weights="bf16", ratios=_RATIOS, hidden=_HIDDEN, heads=2, o_groups=1, o_lora=32, q_lora=32,
-    index_heads=4, index_topk=5, experts=4, experts_per_token=3, moe_size=32, window=16,
-    sharing=TinySharing.of(
-        _RATIOS, candidate_blocks=2, candidate_block_size=4, engram_layers=(1, 2),
-        index_sources=(1, 2, 3),
-    ),
-    drafter="dspark", stages=_STAGES, markov_rank=16, draft_experts=6, draft_experts_per_token=2,
+_OPTIONS = dataclasses.replace(
+    OPTIONS, experts_per_token=3, drafter="dspark", stages=2, markov_rank=16,
+    draft_experts=6, draft_experts_per_token=2,
 )  # fmt: skip
 _PROMPT, _NEW = 23, 16
 
@@ -71,7 +63,7 @@ def _backbone(directory: str, recording: Recording, tokens: list[int]) -> Oracle
     """Run the float64 oracle on the rows and selections of a recorded run."""
     model = OracleModel(directory)
     layers = range(model.config.layers + 1)
-    errors = [hidden_error(torch.float32, layer, _HIDDEN) for layer in layers]
+    errors = [hidden_error(torch.float32, layer, _OPTIONS.hidden) for layer in layers]
     ran = recording.token_ids[: len(tokens) - 1]
     return model.run(ran, judge=Judge(recording, errors), keep_layers=True)
 
@@ -116,7 +108,7 @@ def drafter_of_v41(ops: Ops) -> None:
 
         (recording,) = recorder.recordings
         context = oracle.context(oracle.taps(_backbone(directory, recording, text)))
-        error = hidden_error(torch.float32, len(_RATIOS) + _STAGES, _HIDDEN)
+        error = hidden_error(torch.float32, len(_OPTIONS.ratios) + _OPTIONS.stages, _OPTIONS.hidden)
         for known, (drafts, logits, survival) in said.items():
             name = f"block behind {known} tokens"
             rows = [each[: known - 1] for each in context]

@@ -254,7 +254,7 @@ def _only_ngrams(read: object) -> Step:
 
 
 _RATIOS = (0, 2, 1, 1)
-_OPTIONS = TinyOptions.shared(
+OPTIONS = TinyOptions.shared(
     weights="bf16", ratios=_RATIOS, hidden=64, heads=2, o_groups=1, o_lora=32, q_lora=32,
     index_heads=4, index_topk=5, experts=4, experts_per_token=2, moe_size=32, window=16,
     sharing=TinySharing.of(
@@ -295,7 +295,7 @@ STEP_OPERATIONS = (
     quick=True,
 )
 def whole_shared_model(ops: Ops) -> None:
-    with tiny_model(ops, _OPTIONS) as (model, directory):
+    with tiny_model(ops, OPTIONS) as (model, directory):
         prompt = tuple(torch.randint(2, model.config.vocab_size, (37,)).tolist())
         request = Request("one", prompt, max_new_tokens=3)
         # On a CPU, steps of few tokens are built on the host and all others on the device's path.
