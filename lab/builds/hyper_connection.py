@@ -111,11 +111,11 @@ def judgement(build: Build, target: Target) -> Judgement:
     """Return the accepted spills and required matrix instructions of a build."""
     single = build.types.get("h") == "*fp32"
     if build.name == "mix_kernel":
-        return Judgement(False if single else "bf16", spills=64 if target.narrow else 16)
+        return Judgement(False if single else "bf16", spills=16)
     if build.name == "many_kernel":
         return Judgement("bf16")
     if build.name == "streams_backward_kernel":
         # Weights and sums of four streams fill the registers, float32's and RDNA's more than all.
-        spills = (550 if target.narrow else 300) if single else 96 if target.narrow else 48
+        spills = (361 if target.narrow else 300) if single else 92 if target.narrow else 48
         return Judgement(False if single else "bf16", spills=spills)
     return Judgement(spills=4 if build.name == "collapse_kernel" and single else 0)

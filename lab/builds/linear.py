@@ -215,8 +215,6 @@ def judgement(build: Build, target: Target) -> Judgement:
 
 def _gemm_spills(build: Build, target: Target) -> int:
     tokens = build.constants["BLOCK_M"]
-    if target.narrow:
-        return 32
     if tokens == 128:
         # Wide operands are computed, not loaded, and lack some registers for this tile. Numbers of
         # rows that are not multiples of 16 are addressed one by one at the end.

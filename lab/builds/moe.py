@@ -253,5 +253,5 @@ def judgement(build: Build, target: Target) -> Judgement:
         return Judgement(matrix, spills=25 if wide else 16 if shared_k else 0)
     # Operands that pass through registers make some kernels spill a few.
     few = 12 if "*fp32" in (build.types.get("s1"), build.types.get("s2")) else 8
-    spills = 56 if target.narrow else 0 if target.name in OPERANDS_IN_SHARED else few
+    spills = 31 if target.narrow else 0 if target.name in OPERANDS_IN_SHARED else few
     return Judgement(matrix, spills=spills)
