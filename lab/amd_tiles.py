@@ -23,9 +23,9 @@ from anymla.ops.attention.decode_config import Tile
 from anymla.testing import amd_on_cpu
 
 TILES = {
-    "heads x channels": (Tile(16, 16, False, 8), "float16"),
-    "rows divided by 8": (Tile(16, 16, False, 8, row_parts=8), "bfloat16"),
-    "rows divided by 8, 32 rows a step": (Tile(16, 32, False, 8, row_parts=8), "bfloat16"),
+    "heads x channels": (Tile(16, 16, 8), "float16"),
+    "rows divided by 8": (Tile(16, 16, 8, row_parts=8), "bfloat16"),
+    "rows divided by 8, 32 rows a step": (Tile(16, 32, 8, row_parts=8), "bfloat16"),
 }
 
 

@@ -48,9 +48,9 @@ def tiles(target: Target) -> Iterator[Tile]:
     """Yield tiles with rows loaded ahead and not; those that do not fit a target raise there."""
     words = (False,) if target.native_e4m3 else (False, True)
     for heads, keys, warps in ((16, 32, 4), (16, 32, 8), (16, 64, 8), (32, 32, 8), (32, 64, 8)):
-        yield Tile(heads, keys, False, warps)
+        yield Tile(heads, keys, warps)
         for by_words in words:
-            yield Tile(heads, keys, False, warps, ahead=True, words=by_words)
+            yield Tile(heads, keys, warps, ahead=True, words=by_words)
 
 
 def calls(shape: Shape, device: torch.device, *, pages: int = 4096) -> list[Callable[[], Any]]:

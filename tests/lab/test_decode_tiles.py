@@ -41,6 +41,6 @@ def test_recorded_shapes_are_drawn_again():
 
 @pytest.mark.skipif(not has_triton(), reason="triton is an extra")
 def test_a_call_is_timed_in_its_tile():
-    tile = Tile(16, 32, False, 4, ahead=True, words=True)
+    tile = Tile(16, 32, 4, ahead=True, words=True)
     made = decode_tiles.calls((2, 1, 40), torch.device("cpu"), pages=8)[:1]
     assert decode_tiles.timed(made, tile, 2, CpuClock()) > 0

@@ -13,7 +13,7 @@ from anymla.ops.attention.decode_config import (
 )
 from anymla.ops.device import CPU, TARGETS
 
-STEP = Tile(16, 32, False, 4)
+STEP = Tile(16, 32, 4)
 
 
 @pytest.mark.parametrize("target", [*TARGETS.values(), CPU], ids=lambda target: target.name)
@@ -52,7 +52,7 @@ def test_packed_rows_take_tiles_that_fit():
     assert choose_tile(16, 640, 8, "float16", TARGETS["sm_89"], packed=True).keys == 32
 
 
-AHEAD = [Tile(32, 64, False, 8, ahead=True), Tile(16, 32, False, 4, ahead=True, per_sm=2)]
+AHEAD = [Tile(32, 64, 8, ahead=True), Tile(16, 32, 4, ahead=True, per_sm=2)]
 
 
 @pytest.mark.parametrize("tile", AHEAD, ids=["one a SM", "two a SM"])

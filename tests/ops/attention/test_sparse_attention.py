@@ -602,7 +602,7 @@ def test_largest_scores(backend, tokens, dtype):
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("what", ["rope", "infinite rope", "scale", "tiny scale", "q"])
 def test_what_float16_cannot_hold_of_v32_rows(name, splits, what, monkeypatch):
-    forced(monkeypatch, Tile(16, 16, False, 4), splits)
+    forced(monkeypatch, Tile(16, 16, 4), splits)
     q = torch.randn(2, 3, 576).bfloat16()
     given_ = Scene(q, scope(2, 50, layout=V32_FP8), sink=torch.zeros(3), value_dim=512)
     page, offset = divmod(int(given_.main.indices[0, 17]), given_.main.cache.shape[1])
@@ -910,11 +910,10 @@ def forced(monkeypatch: pytest.MonkeyPatch, chosen: Tile, splits: int) -> None:
 
 @pytest.mark.parametrize("name", runnable(TRITON))
 @pytest.mark.parametrize(
-    ("splits", "keys_first", "heads", "once"),
-    [(1, False, 16, True), (3, False, 64, False), (3, True, 16, True), (1, True, 64, False)],
+    ("splits", "heads", "once"), [(1, 16, True), (3, 64, False), (3, 16, True), (1, 64, False)]
 )
-def test_every_way_to_compute_gives_the_same(name, splits, keys_first, heads, once, monkeypatch):
-    forced(monkeypatch, Tile(heads, 32, keys_first, 4, once=once), splits)
+def test_every_way_to_compute_gives_the_same(name, splits, heads, once, monkeypatch):
+    forced(monkeypatch, Tile(heads, 32, 4, once=once), splits)
     lengths = [90, 0, 33]
     given_ = Scene(
         torch.randn(3, 20, 512).bfloat16(),
@@ -929,7 +928,7 @@ def test_every_way_to_compute_gives_the_same(name, splits, keys_first, heads, on
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("what", ["rope", "scale", "q"])
 def test_what_float16_cannot_hold_is_computed_in_bfloat16(name, splits, what, monkeypatch):
-    forced(monkeypatch, Tile(16, 16, False, 4), splits)
+    forced(monkeypatch, Tile(16, 16, 4), splits)
     q = torch.randn(2, 3, 512).bfloat16()
     given_ = Scene(q, scope(2, 50), sink=torch.zeros(3))
     data, scales = get_layout(MAIN_FP8).planes(given_.main.cache)
@@ -954,7 +953,7 @@ def test_what_float16_cannot_hold_is_computed_in_bfloat16(name, splits, what, mo
 
 @pytest.mark.parametrize("name", runnable(TRITON))
 def test_more_tokens_than_the_workspace_holds(name, monkeypatch):
-    forced(monkeypatch, Tile(16, 16, False, 4), 2)
+    forced(monkeypatch, Tile(16, 16, 4), 2)
     launcher = pytest.importorskip("anymla.ops.attention.triton_decode_launch")
     monkeypatch.setattr(launcher, "_WORKSPACE_BYTES", 2 * 4 * 2 * 3 * 512)
     given_ = Scene(torch.randn(5, 3, 512).bfloat16(), scope(5, 40, lengths=[40, 3, 0, 17, 33]))

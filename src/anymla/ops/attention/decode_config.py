@@ -451,9 +451,7 @@ class Tile:
     Attributes:
         heads: heads per CTA, a power of two of at least 16, or of at least 8 on Arc A.
         keys: listed rows per step, with the same limits as ``heads``.
-        keys_first: True if products are rows x heads (swap_ab) instead of heads x rows.
         warps: warps per CTA.
-        stages: depth of the pipeline of row loads, where 1 means no pipeline.
         once: True to decode a row once for both products; see ``triton_decode.decode_tile``.
         ahead: True to load the next block's rows while this block is computed.
         words: True to decode e4m3 codes four at a time.
@@ -465,9 +463,7 @@ class Tile:
 
     heads: int
     keys: int
-    keys_first: bool
     warps: int
-    stages: int = 1
     once: bool = True
     ahead: bool = False
     words: bool = False
@@ -477,13 +473,13 @@ class Tile:
 
 # Each is the fastest of some forty tiles for FP8 rows and 128 + 512 slots. Pipelines deeper than 1
 # and products of rows x heads were slower everywhere.
-_ONE_STEP = Tile(16, 32, False, 4)
+_ONE_STEP = Tile(16, 32, 4)
 # For rows without a tail (V4.1): 4 warps spill 77 registers on sm_90 and 249 on sm_120, and 8 warps
 # none. This is known from compiled code and was not timed.
-_ONE_STEP_CODES = Tile(16, 32, False, 8)
-_FEW_HEADS = Tile(16, 64, False, 8)
-_HALF_HEADS = Tile(32, 64, False, 8)
-_MANY_HEADS = Tile(64, 64, False, 8, once=False)
+_ONE_STEP_CODES = Tile(16, 32, 8)
+_FEW_HEADS = Tile(16, 64, 8)
+_HALF_HEADS = Tile(32, 64, 8)
+_MANY_HEADS = Tile(64, 64, 8, once=False)
 
 
 # Other NVIDIA GPUs load a block of rows while they compute the one before. Executed as PTX of sm_80
@@ -502,17 +498,17 @@ _START_ROWS, _COMBINE_ROWS, _SHARED_SM = 109, 77, 1.35
 # Intel's GPUs, as compiled by IGC 2.40.14 (docs/intel.md): this tile spills nothing and takes 2,400
 # instructions per key over all warps. With 16 keys a step it is 3,100; the tiles above take 8,700
 # and spill 820 registers.
-_ROW_PARTS = Tile(16, 32, False, 16, row_parts=16)
+_ROW_PARTS = Tile(16, 32, 16, row_parts=16)
 _ROW_CHANNELS, _ROW_VALUES = 576, 512
 # Arc A multiplies in float32, whose matrix instruction may sum 8 terms. This tile spills 48
 # registers; 16 keys a step spill 293, and bfloat16, which sums 16 terms, spills 562.
-_ARC_A_ROW_PARTS = Tile(16, 8, False, 32, row_parts=16)
+_ARC_A_ROW_PARTS = Tile(16, 8, 32, row_parts=16)
 # 16 heads of wider rows would need 80 KiB of shared memory; Arc A has 64 KiB.
-_ARC_A_WIDE_ROW_PARTS = Tile(8, 8, False, 32, row_parts=16)
+_ARC_A_WIDE_ROW_PARTS = Tile(8, 8, 32, row_parts=16)
 # RDNA: a wave of 32 lanes has 256 registers, and gfx11 holds matrix operands twice in a wave.
 # Executed on one token of 16 heads and 128 FP8 rows (docs/amd.md), this tile takes 0.72 of the
 # instructions that heads x channels take on gfx1151 and 0.81 on gfx1201, and spills nothing there.
-_NARROW_ROW_PARTS = Tile(16, 16, False, 8, row_parts=8)
+_NARROW_ROW_PARTS = Tile(16, 16, 8, row_parts=8)
 # Warps for other rows on Intel, without matrix products: 16 spill nothing, 8 spill 36 registers and
 # 4 some 840.
 _XPU_WARPS = 16
@@ -563,26 +559,26 @@ def choose_tile(
     fits = channels <= _ROW_CHANNELS and values <= _ROW_VALUES
     if target.arc_a:
         if not fits:
-            return Tile(16, 8, False, 2 * _XPU_WARPS)
+            return Tile(16, 8, 2 * _XPU_WARPS)
         return _ARC_A_ROW_PARTS if channels <= 512 else _ARC_A_WIDE_ROW_PARTS
     if target.backend == "xpu":
         whole = mode == "bfloat16" and fits
-        return _ROW_PARTS if whole else Tile(16, 16, False, _XPU_WARPS)
+        return _ROW_PARTS if whole else Tile(16, 16, _XPU_WARPS)
     if target.backend == "cpu":
-        return Tile(16, 32, False, 4)
+        return Tile(16, 32, 4)
     if target.narrow:
-        return _NARROW_ROW_PARTS if mode == "bfloat16" and fits else Tile(16, 16, False, 8)
+        return _NARROW_ROW_PARTS if mode == "bfloat16" and fits else Tile(16, 16, 8)
     if mode == "float32" or target.shared_bytes < 64 * _KIB:
-        return Tile(16, 16, False, 4)
+        return Tile(16, 16, 4)
     if target.backend != "cuda":
-        return Tile(16, 32, False, 4)
+        return Tile(16, 32, 4)
     if target.name != "sm_90":
         if mode == "float16":
             return _ahead_tile(heads, target, channels, dense=tailless or packed)
         # Plain rows have no registers for a block ahead. 32 heads and 32 rows of more than 512
         # channels are 104 KiB.
         fits = channels <= 512 or target.shared_bytes >= 128 * _KIB
-        return Tile(32, 32, False, 8) if heads > 16 and fits else one_step
+        return Tile(32, 32, 8) if heads > 16 and fits else one_step
     if tokens is not None:
         # There are enough SMs to give every step of every token one, or half of one.
         steps = tokens * -(-heads // _ONE_STEP.heads) * -(-keys // _ONE_STEP.keys)
@@ -602,13 +598,13 @@ def _ahead_tile(heads: int, target: Target, channels: int, *, dense: bool) -> Ti
     large = ampere and target.shared_bytes >= _AHEAD_SHARED_BYTES
     if heads > 16:
         if large and channels <= 512 and not dense:
-            return Tile(32, 64, False, 8, ahead=True, words=True)
-        return Tile(32, 32, False, 8, ahead=True)
+            return Tile(32, 64, 8, ahead=True, words=True)
+        return Tile(32, 32, 8, ahead=True)
     if large and not dense:
-        return Tile(16, 32, False, 4, ahead=True, words=True, per_sm=2)
+        return Tile(16, 32, 4, ahead=True, words=True, per_sm=2)
     if target.name == "sm_89" and not dense:
-        return Tile(16, 64, False, 8, ahead=True)
-    return Tile(16, 32, False, 8, ahead=True, words=large)
+        return Tile(16, 64, 8, ahead=True)
+    return Tile(16, 32, 8, ahead=True, words=large)
 
 
 def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:

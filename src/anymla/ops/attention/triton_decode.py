@@ -9,9 +9,7 @@ part of the value (V3.2's rows). Scores are summed over one product per tile. Th
 block are read while this block is computed; with ``AHEAD`` its rows are as well, which wait in
 registers as codes. With ``SPLIT`` the CTAs of a token store partials for ``triton_decode_combine``.
 
-Products are heads x rows, or, with ``KEYS_FIRST`` (swap_ab), rows x heads, which pads no heads
-where a matrix instruction wants 64 rows. Scores are [heads, rows] or [rows, heads], accumulators
-[heads, channels] or [channels, heads].
+Products are heads x rows: scores are [heads, rows], accumulators [heads, channels].
 
 Rows are read as tiles of 128 and 64 channels. A V4 row is three tiles of two blocks of codes, one
 block of codes, and the bfloat16 tail: 448 + 64 channels = 128 + 128 + 128 + 64 + 64. V4.1's rows
@@ -102,8 +100,7 @@ def load_tile(
 
     Returns:
         Codes, e4m3 [n, blocks, BLOCK] (words [n, blocks, BLOCK / 4]) or two of e2m1 in a byte
-        [n, WIDTH / 2]; and scales
-        [n, blocks], of inline rows [n] float32.
+        [n, WIDTH / 2]; and scales [n, blocks], of inline rows [n] float32.
     """
     if CODED == 4:
         byte = FIRST // 2 + tl.arange(0, WIDTH // 2)
@@ -256,75 +253,41 @@ def plain_tile(x, MODE: tl.constexpr, KEY: tl.constexpr):
 
 @triton.jit
 def load_heads(
-    q, stride, heads, H, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
+    q, stride, heads, H, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """Load WIDTH channels of the queries as float32: [heads, WIDTH], or [WIDTH, heads]."""
+    """Load WIDTH channels of the queries as float32 [heads, WIDTH]."""
     channel = FIRST + tl.arange(0, WIDTH)
-    if KEYS_FIRST:
-        at = channel[:, None] + heads[None, :] * stride
-        inside = (heads < H)[None, :] & (channel < CHANNELS)[:, None]
-    else:
-        at = heads[:, None] * stride + channel[None, :]
-        inside = (heads < H)[:, None] & (channel < CHANNELS)[None, :]
+    at = heads[:, None] * stride + channel[None, :]
+    inside = (heads < H)[:, None] & (channel < CHANNELS)[None, :]
     return tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def largest_of(x, KEYS_FIRST: tl.constexpr):
+def largest_of(x):
     """Return the largest magnitude in every head."""
-    return tl.max(tl.abs(x), 0 if KEYS_FIRST else 1)
+    return tl.max(tl.abs(x), 1)
 
 
 @triton.jit
-def across(x, KEYS_FIRST: tl.constexpr):
-    """Expand one value per head so that it broadcasts over the other axis."""
-    if KEYS_FIRST:
-        return x[None, :]
-    else:
-        return x[:, None]
-
-
-@triton.jit
-def score(q, rows, scores, KEYS_FIRST: tl.constexpr):
+def score(q, rows, scores):
     """Add the product of queries and one tile of the rows' channels to the scores."""
-    if KEYS_FIRST:
-        return tl.dot(rows, q, scores, input_precision="ieee")
-    else:
-        return tl.dot(q, tl.trans(rows), scores, input_precision="ieee")
+    return tl.dot(q, tl.trans(rows), scores, input_precision="ieee")
 
 
 @triton.jit
-def weigh(p, rows, sums, decay, KEYS_FIRST: tl.constexpr):
+def weigh(p, rows, sums, decay):
     """Multiply the sums by ``decay`` and add the products of probabilities p and rows."""
-    if KEYS_FIRST:
-        return tl.dot(tl.trans(rows), p, sums * decay, input_precision="ieee")
-    else:
-        return tl.dot(p, rows, sums * decay, input_precision="ieee")
-
-
-@triton.jit
-def zeros(BH: tl.constexpr, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Make float32 zeros of all heads by WIDTH, in the order of the products."""
-    if KEYS_FIRST:
-        return tl.zeros([WIDTH, BH], tl.float32)
-    else:
-        return tl.zeros([BH, WIDTH], tl.float32)
+    return tl.dot(p, rows, sums * decay, input_precision="ieee")
 
 
 @triton.jit
 def store_heads(
-    to, stride, heads, H, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
+    to, stride, heads, H, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr
 ):  # fmt: skip
     """Store channels FIRST to FIRST + WIDTH of all heads, omitting those past VALUES."""
     channel = FIRST + tl.arange(0, WIDTH)
-    if KEYS_FIRST:
-        at = channel[:, None] + heads[None, :] * stride
-        inside = (heads < H)[None, :] & (channel < VALUES)[:, None]
-    else:
-        at = heads[:, None] * stride + channel[None, :]
-        inside = (heads < H)[:, None] & (channel < VALUES)[None, :]
+    at = heads[:, None] * stride + channel[None, :]
+    inside = (heads < H)[:, None] & (channel < VALUES)[None, :]
     tl.store(to + at, x.to(to.dtype.element_ty), mask=inside)
 
 
@@ -438,7 +401,7 @@ def walk(
             of a page, and rows in a page.
         rows1: second cache, a tuple like ``rows0``.
         row_stride: elements between plain rows.
-        TILE: BH, BN, KEYS_FIRST, TWO, ONCE, AHEAD, WORDS of the kernel.
+        TILE: BH, BN, TWO, ONCE, AHEAD, WORDS of the kernel.
         ROW: CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4 of the kernel.
         KEY: True if the last tile of a row is not part of the value.
         MODE: operand type, defined at the top of the file.
@@ -446,11 +409,10 @@ def walk(
     """
     BH: tl.constexpr = TILE[0]
     BN: tl.constexpr = TILE[1]
-    KEYS_FIRST: tl.constexpr = TILE[2]
-    TWO: tl.constexpr = TILE[3]
-    ONCE: tl.constexpr = TILE[4]
-    AHEAD: tl.constexpr = TILE[5]
-    WORDS: tl.constexpr = TILE[6]
+    TWO: tl.constexpr = TILE[2]
+    ONCE: tl.constexpr = TILE[3]
+    AHEAD: tl.constexpr = TILE[4]
+    WORDS: tl.constexpr = TILE[5]
     CODED: tl.constexpr = ROW[0]
     BLOCK: tl.constexpr = ROW[1]
     CHANNELS: tl.constexpr = ROW[4]
@@ -459,37 +421,37 @@ def walk(
     q, q_stride, heads, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
     first, last, blocks0 = span[0], span[1], span[2]
     T3: tl.constexpr = 384 + W3
-    q0 = load_heads(q, q_stride, heads, H, 0, 128, CHANNELS, KEYS_FIRST)
-    q1 = load_heads(q, q_stride, heads, H, 128, 128, CHANNELS, KEYS_FIRST)
-    q2 = load_heads(q, q_stride, heads, H, 256, 128, CHANNELS, KEYS_FIRST)
-    q3 = load_heads(q, q_stride, heads, H, 384, W3, CHANNELS, KEYS_FIRST)
-    q4 = load_heads(q, q_stride, heads, H, T3, W4, CHANNELS, KEYS_FIRST)
+    q0 = load_heads(q, q_stride, heads, H, 0, 128, CHANNELS)
+    q1 = load_heads(q, q_stride, heads, H, 128, 128, CHANNELS)
+    q2 = load_heads(q, q_stride, heads, H, 256, 128, CHANNELS)
+    q3 = load_heads(q, q_stride, heads, H, 384, W3, CHANNELS)
+    q4 = load_heads(q, q_stride, heads, H, T3, W4, CHANNELS)
     factor = tl.full([BH], 1.0, tl.float32) * (scale * LOG2E)
     if MODE == 0:
         # Scale each head by a power of two that brings its largest magnitude into [1, 2).
-        largest = tl.maximum(largest_of(q0, KEYS_FIRST), largest_of(q1, KEYS_FIRST))
-        largest = tl.maximum(largest, largest_of(q2, KEYS_FIRST))
-        largest = tl.maximum(largest, largest_of(q3, KEYS_FIRST))
-        largest = tl.maximum(largest, largest_of(q4, KEYS_FIRST))
+        largest = tl.maximum(largest_of(q0), largest_of(q1))
+        largest = tl.maximum(largest, largest_of(q2))
+        largest = tl.maximum(largest, largest_of(q3))
+        largest = tl.maximum(largest, largest_of(q4))
         exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
         exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-        shrink = across(exp2_int(-exponent), KEYS_FIRST)
+        shrink = exp2_int(-exponent)[:, None]
         q0, q1, q2, q3, q4 = q0 * shrink, q1 * shrink, q2 * shrink, q3 * shrink, q4 * shrink
         factor = factor * exp2_int(exponent) * (1.0 / LIFT)
         if KEY and CODED <= 2:
             q4 = q4 * LIFT
     q0, q1, q2 = narrow(q0, MODE), narrow(q1, MODE), narrow(q2, MODE)
     q3, q4 = narrow(q3, MODE), narrow(q4, MODE)
-    factor = across(factor, KEYS_FIRST)
+    factor = factor[:, None]
 
     shift = _SHIFT if MODE == 0 else 0.0
     highest = tl.full([BH], _NO_MAXIMUM, tl.float32)
-    total = zeros(BH, BN, KEYS_FIRST)
-    a0 = zeros(BH, 128, KEYS_FIRST)
-    a1 = zeros(BH, 128, KEYS_FIRST)
-    a2 = zeros(BH, 128, KEYS_FIRST)
-    a3 = zeros(BH, W3, KEYS_FIRST)
-    a4 = zeros(BH, W4, KEYS_FIRST)
+    total = tl.zeros([BH, BN], tl.float32)
+    a0 = tl.zeros([BH, 128], tl.float32)
+    a1 = tl.zeros([BH, 128], tl.float32)
+    a2 = tl.zeros([BH, 128], tl.float32)
+    a3 = tl.zeros([BH, W3], tl.float32)
+    a4 = tl.zeros([BH, W4], tl.float32)
     upcoming = _next_slots(first, blocks0, rows0, rows1, BN, TWO)
     if AHEAD:
         ahead = _load_rows(upcoming, first, blocks0, rows0, rows1, row_stride, TWO, ROW, WORDS)
@@ -517,26 +479,26 @@ def walk(
                 k4 = plain_tile(loaded[9], MODE, KEY)
             else:
                 k4 = decode_tile(loaded[9], loaded[10], ok, CODED, BLOCK, MODE, NATIVE, ONCE)
-        s = zeros(BH, BN, KEYS_FIRST)
-        s = score(q0, k0, s, KEYS_FIRST)
-        s = score(q1, k1, s, KEYS_FIRST)
-        s = score(q2, k2, s, KEYS_FIRST)
-        s = score(q3, k3, s, KEYS_FIRST)
-        s = score(q4, k4, s, KEYS_FIRST)
-        s = tl.where(across(ok, not KEYS_FIRST), s * factor, float("-inf"))
-        peak = tl.maximum(highest, tl.max(s, 0 if KEYS_FIRST else 1))
-        decay = across(tl.exp2(highest - peak), KEYS_FIRST)
+        s = tl.zeros([BH, BN], tl.float32)
+        s = score(q0, k0, s)
+        s = score(q1, k1, s)
+        s = score(q2, k2, s)
+        s = score(q3, k3, s)
+        s = score(q4, k4, s)
+        s = tl.where(ok[None, :], s * factor, float("-inf"))
+        peak = tl.maximum(highest, tl.max(s, 1))
+        decay = tl.exp2(highest - peak)[:, None]
         highest = peak
-        p = tl.exp2(s - across(peak - shift, KEYS_FIRST))
+        p = tl.exp2(s - (peak - shift)[:, None])
         total = total * decay + p
         p = narrow(p, MODE)
-        a0 = weigh(p, k0, a0, decay, KEYS_FIRST)
-        a1 = weigh(p, k1, a1, decay, KEYS_FIRST)
-        a2 = weigh(p, k2, a2, decay, KEYS_FIRST)
-        a3 = weigh(p, k3, a3, decay, KEYS_FIRST)
+        a0 = weigh(p, k0, a0, decay)
+        a1 = weigh(p, k1, a1, decay)
+        a2 = weigh(p, k2, a2, decay)
+        a3 = weigh(p, k3, a3, decay)
         if not KEY:
-            a4 = weigh(p, k4, a4, decay, KEYS_FIRST)
-    sums = tl.sum(total, 0 if KEYS_FIRST else 1)
+            a4 = weigh(p, k4, a4, decay)
+    sums = tl.sum(total, 1)
     if MODE == 0:
         small = 1.0 / LIFT
         a0, a1, a2, a3, a4 = a0 * small, a1 * small, a2 * small, a3 * small, a4 * small
@@ -748,7 +710,7 @@ def decode_kernel(
     H, K0, K1, limit0, limit1, list_stride0, list_stride1, entries0, entries1,
     splits, total, at, has_length0, has_length1, has_sink, scale, empty,
     q_token, q_head, out_token, out_head, page0, page1, row_stride,
-    BH: tl.constexpr, BN: tl.constexpr, KEYS_FIRST: tl.constexpr, TWO: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, TWO: tl.constexpr,
     PEAK: tl.constexpr, SPLIT: tl.constexpr,
     CODED: tl.constexpr, BLOCK: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr,
@@ -796,7 +758,7 @@ def decode_kernel(
     else:
         peak, top, sums, a0, a1, a2, a3, a4 = walk(
             queries, span, rows0, rows1, row_stride,
-            (BH, BN, KEYS_FIRST, TWO, ONCE, AHEAD, WORDS),
+            (BH, BN, TWO, ONCE, AHEAD, WORDS),
             (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, MODE, NATIVE,
         )  # fmt: skip
         if MODE == 0:
@@ -809,7 +771,7 @@ def decode_kernel(
                 # saves the registers that would spill beside the sink's.
                 peak, top, sums, a0, a1, a2, a3, a4 = walk(
                     queries, span, rows0, rows1, row_stride,
-                    (BH, BN, KEYS_FIRST, TWO, ONCE and (SPLIT or not AHEAD or CODED != 1),
+                    (BH, BN, TWO, ONCE and (SPLIT or not AHEAD or CODED != 1),
                      AHEAD, WORDS),
                     (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, 1, NATIVE,
                 )  # fmt: skip
@@ -827,7 +789,7 @@ def decode_kernel(
         sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
         sink = tl.where(none < has_sink, sink, float("-inf"))
         bottom = sums + tl.exp2(sink * LOG2E - top)
-        share = across(tl.where(sums == 0, 0.0, 1.0 / bottom), KEYS_FIRST)
+        share = tl.where(sums == 0, 0.0, 1.0 / bottom)[:, None]
         if ROW_PARTS > 0:
             row = row * share
         else:
@@ -840,14 +802,14 @@ def decode_kernel(
         to = out_ptr + token * out_token
         stride = out_head
     if ROW_PARTS > 0:
-        store_heads(to, stride, heads, H, row, 0, _ROW, VALUES, False)
+        store_heads(to, stride, heads, H, row, 0, _ROW, VALUES)
     else:
-        store_heads(to, stride, heads, H, a0, 0, 128, VALUES, KEYS_FIRST)
-        store_heads(to, stride, heads, H, a1, 128, 128, VALUES, KEYS_FIRST)
-        store_heads(to, stride, heads, H, a2, 256, 128, VALUES, KEYS_FIRST)
-        store_heads(to, stride, heads, H, a3, 384, W3, VALUES, KEYS_FIRST)
+        store_heads(to, stride, heads, H, a0, 0, 128, VALUES)
+        store_heads(to, stride, heads, H, a1, 128, 128, VALUES)
+        store_heads(to, stride, heads, H, a2, 256, 128, VALUES)
+        store_heads(to, stride, heads, H, a3, 384, W3, VALUES)
         if not KEY:
-            store_heads(to, stride, heads, H, a4, T3, W4, VALUES, KEYS_FIRST)
+            store_heads(to, stride, heads, H, a4, T3, W4, VALUES)
 
 
 def row_constants(coded: PageLayout | None, channels: int) -> dict[str, int]:

@@ -253,7 +253,7 @@ def _launch(
         int(sink is not None), scan.scale, to.empty_lse,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         first.page_stride, second.page_stride, first.row_stride,
-        BH=tile.heads, BN=tile.keys, KEYS_FIRST=tile.keys_first, TWO=len(lists) > 1,
+        BH=tile.heads, BN=tile.keys, TWO=len(lists) > 1,
         PEAK=to.max_logits is not None, SPLIT=total > 1,
         CHANNELS=channels, VALUES=out.shape[2], MODE=MODES.index(scan.mode),
         NATIVE=scan.target.native_e4m3, ONCE=tile.once, AHEAD=tile.ahead,
@@ -261,7 +261,7 @@ def _launch(
         ROW_PARTS=tile.row_parts,
         ALIGNED=tile.row_parts > 0 and all(_aligned(each, 8) for each in lists),
         **row_constants(first.coded, channels),
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=1,
     )  # fmt: skip
 
 
