@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops import device as device_facts
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops._triton_launch import PreparedLaunch, cdiv
 from anymla.ops.attention.composed import named_rows
 from anymla.ops.attention.prefill_backward_config import PARTS_BYTES, choose_config
@@ -76,7 +77,7 @@ def prefill_attention_backward(
     blocks = cdiv(heads, config.heads)
     parts = None if mass is None else mass.new_zeros(tokens, blocks, width)
     strides = dout.stride(0), dout.stride(1), q.stride(0), q.stride(1), rows.stride(0)
-    padded = _power_of_2(channels)
+    padded = next_power_of_2(channels)
     pieces = max(1, min(config.parts, padded // _LEAST_CHANNELS))
     fixed = {
         "CHANNELS": channels, "BC": padded, "BH": config.heads,
@@ -141,7 +142,7 @@ def _denominators(
     launch = PreparedLaunch(
         delta_kernel, (tokens, cdiv(heads, _DELTA_HEADS)), heads, dout.stride(0), dout.stride(1),
         *((0, 0) if out is None else out.stride()[:2]), CHANNELS=channels,
-        BC=_power_of_2(channels), BH=_DELTA_HEADS, num_warps=_DELTA_WARPS,
+        BC=next_power_of_2(channels), BH=_DELTA_HEADS, num_warps=_DELTA_WARPS,
     )  # fmt: skip
     launch(made, total, dsink, dout, out, given, lse, None if sink is None else sink.contiguous())
     return made, total
@@ -158,12 +159,7 @@ def _add_in_order(drows: Tensor, parts: Tensor, index: Tensor, used: Tensor) -> 
     first = torch.searchsorted(slots, rows)
     launch = PreparedLaunch(
         segmented_sum_kernel, (size, cdiv(channels, _SUM_CHANNELS)), columns, CHANNELS=channels,
-        BC=min(_power_of_2(channels), _SUM_CHANNELS), BLOCKS=blocks, num_warps=4, num_stages=3,
+        BC=min(next_power_of_2(channels), _SUM_CHANNELS), BLOCKS=blocks, num_warps=4, num_stages=3,
     )  # fmt: skip
     if size:
         launch(drows, parts, order, first)
-
-
-def _power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n, and at least 16."""
-    return max(16, 1 << (n - 1).bit_length())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops.device import Target
 
 # Logits of a chunk without a low-rank term: 16 bytes of float32 for each thread.
@@ -35,16 +36,11 @@ def choose_config(vocab: int, rank: int, wide: bool, target: Target) -> ChoiceCo
         target: architecture of the device.
     """
     if not rank:
-        return ChoiceConfig(min(_CHUNK, _power_of_2_above(vocab)), 1, 0, 4)
-    k_tile = max(16, _power_of_2_above(rank))
+        return ChoiceConfig(min(_CHUNK, next_power_of_2(vocab)), 1, 0, 4)
+    k_tile = max(16, next_power_of_2(rank))
     if wide:
         return ChoiceConfig(_WIDE_CHUNK, _PRODUCT_ROWS, min(k_tile, _WIDE_K_TILE), 4)
     chunk = _PRODUCT_CHUNK
     while chunk > 32 and chunk * rank > 1 << 15:
         chunk //= 2
     return ChoiceConfig(chunk, _PRODUCT_ROWS, k_tile, 8 if target.narrow else 4)
-
-
-def _power_of_2_above(n: int) -> int:
-    """Return the smallest power of two that is at least n >= 1."""
-    return 1 << (n - 1).bit_length()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops.device import Target
 
 # States in a tile of a short window; enough loads in flight for a CTA of one warp.
@@ -88,9 +89,9 @@ def choose_compress_config(tokens: int, window: Window, target: Target) -> Compr
     # If every fourth token closes a window, searching for them costs more than a CTA for each
     # token.
     blocks = not few and (long or interpreted)
-    block_t = min(_MOST_BLOCK_T, _next_power_of_2(window.ratio)) if blocks else 1
+    block_t = min(_MOST_BLOCK_T, next_power_of_2(window.ratio)) if blocks else 1
     # The order of sums must not depend on the number of tokens, so block_states does not either.
-    block_states = min(_LONG_TILE if long else _SHORT_TILE, _next_power_of_2(window.states))
+    block_states = min(_LONG_TILE if long else _SHORT_TILE, next_power_of_2(window.states))
     apart = long and not (interpreted and few)
     width = window.channels
     if apart:
@@ -117,7 +118,7 @@ class NormConfig:
 
 def choose_norm_config(window: Window, target: Target) -> NormConfig:
     """Choose a short window's tile for windows of any length: 32 scores and values a thread."""
-    block_states = min(_SHORT_TILE, _next_power_of_2(window.states))
+    block_states = min(_SHORT_TILE, next_power_of_2(window.states))
     warps = min(8, max(1, block_states * window.channels // (32 * target.warp_size)))
     return NormConfig(block_states, 2 * warps if target.arc_a else warps)
 
@@ -133,10 +134,6 @@ class SaveConfig:
 
 def choose_save_config(width: int, target: Target) -> SaveConfig:
     """Choose tiles of sixteen values and sixteen scores a thread; wider rows get more threads."""
-    block_w = _next_power_of_2(width)
+    block_w = next_power_of_2(width)
     warps = max(_SAVE_TILE, block_w) // (16 * target.warp_size)
     return SaveConfig(max(1, _SAVE_TILE // block_w), block_w, min(16, warps))
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()

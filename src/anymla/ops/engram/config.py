@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops.device import Target
 
 # Channels that a CTA takes at a time: each thread loads 16 bytes of 16-bit streams.
@@ -25,7 +26,7 @@ class GateConfig:
 def choose_gate_config(hidden: int, target: Target) -> GateConfig:
     """Choose the tile of a CTA, which takes one stream of a token."""
     warps = 16 if target.arc_a else 8 if target.intel else 4
-    return GateConfig(min(_WIDTH, _power_of_2_above(hidden)), warps)
+    return GateConfig(min(_WIDTH, next_power_of_2(hidden)), warps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +39,7 @@ class TableRowsConfig:
 
 def choose_rows_config(blocks: int, block: int, target: Target) -> TableRowsConfig:
     """Choose the tile for ``blocks`` blocks of ``block`` channels that share a scale each."""
-    held = _power_of_2_above(block)
+    held = next_power_of_2(block)
     many = blocks * held >= _MANY_CHANNELS * _CTAS_PER_SM * target.sm_count
     tile = _MANY_CHANNELS if many else _FEW_CHANNELS
     return TableRowsConfig(max(1, tile // held), 4)
-
-
-def _power_of_2_above(n: int) -> int:
-    """Return the smallest power of two that is at least n >= 1."""
-    return 1 << (n - 1).bit_length()

@@ -10,6 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops.device import Target, target_of
 from anymla.ops.pdl import target_has_pdl
 
@@ -34,11 +35,6 @@ _WIDEST = 8192
 _FEW_LANES, _MANY_LANES = 128, 32
 # Channels of an expanding tile: each thread moves 16 bytes of each 16-bit tensor.
 _EXPAND_ELEMENTS = 1024
-
-
-def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n >= 1."""
-    return 1 << (n - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_cast import widen
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
     BackwardConfig,
     choose_backward_config,
-    next_power_of_2,
     takes_many_tokens,
 )
 from anymla.ops.hyper_connection.triton_gates import (

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from anymla.formats.triton_cast import widen
 from anymla.formats.triton_dot import exact_dot
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
@@ -48,7 +49,6 @@ from anymla.ops.hyper_connection.config import (
     choose_mix_config,
     dependents_late,
     joins_streams,
-    next_power_of_2,
 )
 from anymla.ops.hyper_connection.triton_gates import (
     expand,

@@ -25,11 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.triton_dot import split_in_three
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.device import target_of
 from anymla.ops.hyper_connection.config import (
     choose_many_tokens_config,
-    next_power_of_2,
 )
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 from anymla.ops.streams import scratch

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from anymla.ops._sizes import cdiv, next_power_of_2
 from anymla.ops.device import Target
 
 # Number of neighbouring entries that share a maximum.
@@ -60,16 +61,6 @@ _TOPK_CTAS = 512
 _TOPK_MAX_CANDIDATES = 2 * _TOPK_BLOCK
 # More winners than this are ranked by counting, since a sorting network would be too large.
 _TOPK_MAX_SORTED = 2048
-
-
-def cdiv(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 # --- select_topk -------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.formats.pages import pages_of
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops.device import Target
-from anymla.ops.indexer.config import candidates_warps, next_power_of_2
+from anymla.ops.indexer.config import candidates_warps
 from anymla.ops.indexer.inputs import ScoreInputs, SelectOutputs, unit_stride
 from anymla.ops.indexer.triton_scores import row_ranges
 from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch

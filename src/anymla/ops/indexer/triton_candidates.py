@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops._triton_launch import cdiv
 from anymla.ops.device import target_of
-from anymla.ops.indexer.config import candidates_warps, next_power_of_2
+from anymla.ops.indexer.config import candidates_warps
 from anymla.ops.indexer.triton_topk import NOTHING, ordered, winners_of
 from anymla.ops.streams import scratch
 

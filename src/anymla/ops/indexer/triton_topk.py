@@ -31,10 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops.device import target_of
 from anymla.ops.indexer.config import (
     choose_topk_config,
-    next_power_of_2,
     rank_warps,
     sort_warps,
     topk_warps,

@@ -21,6 +21,7 @@ from anymla.ops._gemm_config import (
     uses_wgmma,
     within_quant_blocks,
 )
+from anymla.ops._sizes import cdiv
 from anymla.ops.device import Target
 
 # Result dtypes of ``grouped_output_projection_fp8``, by the names that it takes.
@@ -237,7 +238,7 @@ class TritonConfig:
 
     def splits(self, k: int) -> int:
         """Return the number of splits of ``k`` channels."""
-        return max(1, _cdiv(k, self.split_k))
+        return max(1, cdiv(k, self.split_k))
 
 
 def choose_triton_config(
@@ -277,7 +278,7 @@ def choose_triton_config(
         tile = dataclasses.replace(tile, num_warps=4)
     k = max(1, shape.k)
     splits = max(1, min(_CTAS // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
-    split_k = _cdiv(_cdiv(k, splits), FP8_BLOCK) * FP8_BLOCK
+    split_k = cdiv(cdiv(k, splits), FP8_BLOCK) * FP8_BLOCK
     coded = quantized and aligned and weight_format == "fp8" and shape.k % 16 == 0
     by_words = coded and uses_mma_sync(target) and not target.dot_e4m3
     return TritonConfig(False, operand, tile, split_k, by_words=by_words)
@@ -329,17 +330,13 @@ def swap_ab_config(shape: GemmShape, weight_format: str, target: Target) -> Trit
     warps = 8 if wide and target.backend == "xpu" else 4
     tile = TileConfig(32 if wide else 16, ROW_STEP, FP8_BLOCK, warps, 4)
     ctas = _SWAP_AB_CTAS_PER_SM * target.sm_count
-    splits = min(_cdiv(ctas, max(1, _tiles(shape, tile))), shape.k // _SWAP_AB_MIN_SPLIT)
-    split = _cdiv(shape.k // FP8_BLOCK, max(1, splits)) * FP8_BLOCK
+    splits = min(cdiv(ctas, max(1, _tiles(shape, tile))), shape.k // _SWAP_AB_MIN_SPLIT)
+    split = cdiv(shape.k // FP8_BLOCK, max(1, splits)) * FP8_BLOCK
     return TritonConfig(True, torch.float16, tile, split, wgmma and not wide)
 
 
 def _tiles(shape: GemmShape, tile: TileConfig) -> int:
-    return shape.groups * _cdiv(shape.n, tile.block_n) * _cdiv(shape.tokens, tile.block_m)
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+    return shape.groups * cdiv(shape.n, tile.block_n) * cdiv(shape.tokens, tile.block_m)
 
 
 def plain_backend(backend: str | None) -> str | None:

@@ -30,6 +30,7 @@ from anymla.ops._gemm_config import (
     uses_wgmma,
     within_quant_blocks,
 )
+from anymla.ops._sizes import next_power_of_2
 from anymla.ops.device import TARGETS, Target, numba_problem, runs_gluon, triton_support
 from anymla.ops.moe.inputs import expected_addresses, expected_alignment, lie_evenly
 from anymla.ops.moe.shapes import ExpertFormats, ExpertsShape
@@ -558,8 +559,3 @@ def choose_router_config(
         route = (*route[:3], (4 if target.arc_a else 2) * route[3])
     warps = 16 if target.arc_a else 4
     return RouterConfig(block_m, block_n, block_k, warps, split, -(-width // split), *route)
-
-
-def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n; 1 for n = 0."""
-    return 1 << max(0, n - 1).bit_length()
