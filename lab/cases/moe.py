@@ -16,7 +16,7 @@ from anymla.bench.random_weights import random_experts
 from anymla.bench.runner import Call, Case, Clock, Subject, Values, Verdict, rounded
 from anymla.ops.moe import experts
 from anymla.ops.moe.config import choose_w4a8_config
-from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
+from anymla.ops.moe.inputs import ExpertInputs
 from anymla.ops.moe.shapes import MODELS, V41_MODELS
 from anymla.testing.tolerance import relative_l2
 
@@ -149,18 +149,15 @@ def _subjects(given: _Given, tokens: int, clock: Clock) -> Iterator[Subject]:
 def _w4a8(block_m: int, x: Tensor, ids: Tensor, weights: Tensor, **given: Any) -> Tensor:
     """Call ``experts`` by W4A8 with blocks of this many pairs."""
     launch = importlib.import_module("anymla.ops.moe.gluon_sm90_w4a8_launch")
-    tensors = [
-        ExpertTensors(given.pop(name), alignment=16)
-        for name in ("w1", "w3", "w2", "s1", "s3", "s2")
-    ]
+    experts_of = importlib.import_module("anymla.ops.moe.triton_launch")
 
     def multiply(inputs: ExpertInputs, results: Tensor) -> None:
         config = choose_w4a8_config(inputs.shape, block_m)
         assert config is not None
         launch.grouped_gemm(inputs, results, config)
 
-    run = importlib.import_module("anymla.ops.moe.triton_launch").run_experts
-    out: Tensor = run(multiply, x, ids, weights, tensors, expert_offset=0, shared=None, **given)
+    gemms = experts_of.Gemms(multiply, weight_alignment=16, scale_alignment=16)
+    out: Tensor = experts_of.run_experts(lambda *_: gemms, x, ids, weights, **given)
     return out
 
 

@@ -81,13 +81,19 @@ def test_experts_by_a_backend_that_is_named(monkeypatch, scripted):
 def test_experts_in_blocks_that_are_named(monkeypatch, scripted):
     seen = []
 
-    def run_experts(multiply, x, ids, weights, projections, **given):
-        seen.append(([each.count for each in projections], given))
+    def gemms(multiply, **alignments):
+        return multiply, alignments
+
+    def run_experts(choose, x, ids, weights, **given):
+        multiply, alignments = choose()
+        seen.append((alignments, given))
         multiply(types.SimpleNamespace(shape=ExpertsShape(5, 2, 6, 512, 512)), x)
         return x
 
     launch = types.SimpleNamespace(
-        run_experts=run_experts, grouped_gemm=lambda inputs, out, config: seen.append(config)
+        Gemms=gemms,
+        run_experts=run_experts,
+        grouped_gemm=lambda inputs, out, config: seen.append(config),
     )
     monkeypatch.setattr(moe, "MODELS", {"pro": experts_of})
     monkeypatch.setattr(moe.importlib, "import_module", lambda name: launch)
@@ -95,8 +101,9 @@ def test_experts_in_blocks_that_are_named(monkeypatch, scripted):
     assert (row.values["us"], row.values["w4a8_32_us"], row.values["w4a8_64_us"]) == (40, 20, 80)
     assert row.values["w4a8_64_tflops"] == round(2 * 5 * 2 * 3 * 128 * 256 / 80e6, 1)
     assert {config.block_m for config in seen[1::2]} == {32, 64}
-    counts, given = seen[0]
-    assert counts == [6] * 6
+    alignments, given = seen[0]
+    assert alignments == {"weight_alignment": 16, "scale_alignment": 16}
+    assert [len(given[name]) for name in ("w1", "w3", "w2", "s1", "s3", "s2")] == [6] * 6
     assert given["weight_format"] == "mxfp4"
 
 

@@ -16,7 +16,6 @@ from anymla.ops.device import INTERPRETED, has_triton, target_of
 from anymla.ops.linear import fp8_block_linear, mxfp4_linear, support
 from anymla.ops.linear.config import TritonConfig
 from anymla.ops.moe import config, experts
-from anymla.ops.moe.inputs import ExpertTensors
 from anymla.ops.registry import BackendUnavailable, Support
 from anymla.testing.tolerance import relative_l2
 
@@ -199,15 +198,13 @@ def test_experts_of_swapped_operands(weight_format, operand, wide, k_warps, toke
     forced = config.GemmConfig(
         True, tokens > 1, 16, 64, block_k, operand, k_warps or 4, 2, wide, k_warps, k_warps > 0
     )
-    projections = [
-        ExpertTensors([each.to(DEVICE) for each in call.pop(name)])
-        for name in ("w1", "w3", "w2", "s1", "s3", "s2")
-    ]
+    for name in ("w1", "w3", "w2", "s1", "s3", "s2"):
+        call[name] = [each.to(DEVICE) for each in call[name]]
     tensors = [call.pop(name).to(DEVICE) for name in ("x", "ids", "weights")]
-    found = triton_launch.run_experts(
-        lambda inputs, results: triton_grouped_gemm.grouped_gemm(inputs, results, forced),
-        *tensors, projections, **call, expert_offset=0, shared=None,
-    )  # fmt: skip
+    gemms = triton_launch.Gemms(
+        lambda inputs, results: triton_grouped_gemm.grouped_gemm(inputs, results, forced)
+    )
+    found = triton_launch.run_experts(lambda *_: gemms, *tensors, **call)
     assert relative_l2(found.cpu(), want) < _TIES
 
 

@@ -572,12 +572,11 @@ def with_swap_ab(
     arguments = moved_to(machine, arguments)
     if strided:
         arguments = of_one_tensor(arguments)
-    names = ("w1", "w3", "w2", "s1", "s3", "s2")
-    tensors = [ExpertTensors(arguments[name]) for name in names]
-    rest = {name: value for name, value in arguments.items() if name not in names}
+    gemms = triton_launch.Gemms(
+        lambda inputs, results: triton_grouped_gemm.grouped_gemm(inputs, results, forced)
+    )
     return triton_launch.run_experts(
-        lambda inputs, results: triton_grouped_gemm.grouped_gemm(inputs, results, forced),
-        x.to(machine), ids.to(machine), weights.to(machine), tensors, **rest, shared=None,
+        lambda *_: gemms, x.to(machine), ids.to(machine), weights.to(machine), **arguments
     ).cpu()  # fmt: skip
 
 

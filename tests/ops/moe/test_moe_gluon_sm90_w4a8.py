@@ -319,9 +319,8 @@ def test_the_launch_runs_the_kernel_that_was_chosen(many, monkeypatch):
     for module, name in ((launch, "_multiply"), (launch.gluon_sm90_w4a8_launch, "multiply")):
         kernel = "w4a8" if name == "multiply" else "persistent"
         monkeypatch.setattr(module, name, lambda *_, kernel=kernel: ran.append(kernel))
-    monkeypatch.setattr(launch, "run_experts", lambda multiply, *_, **__: multiply(None, None))
-    given, _ = calls(512, 512, 2, 12 if many else 11)
-    launch.experts(*given, **HOW)
+    given, shape = calls(512, 512, 2, 12 if many else 11)
+    launch.gemms(shape, 128, given[3:]).multiply(None, None)
     assert ran == ["w4a8" if many else "persistent"]
 
 

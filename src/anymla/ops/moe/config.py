@@ -236,9 +236,6 @@ def numba_support(
     ids: Tensor,
     weights: Tensor,
     w1: list[Tensor] | Tensor,
-    w3: list[Tensor] | Tensor,
-    w2: list[Tensor] | Tensor,
-    s1: list[Tensor] | Tensor,
     *rest: object,
     weight_format: str,
     **_: object,
@@ -265,20 +262,11 @@ def gluon_support(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w1: list[Tensor] | Tensor,
-    w3: list[Tensor] | Tensor,
-    w2: list[Tensor] | Tensor,
-    s1: list[Tensor] | Tensor,
-    s3: list[Tensor] | Tensor,
-    s2: list[Tensor] | Tensor,
-    *,
+    *projections: list[Tensor] | Tensor,
     weight_format: str,
-    swiglu_limit: float,
     quantize_activations: bool,
-    expert_offset: int = 0,
-    shared: Tensor | None = None,
     quant_block: int = FP8_BLOCK,
-    global_scales: Tensor | None = None,
+    **_: object,
 ) -> Support:
     """Return support of ``gluon_sm90``'s ``experts``: MXFP4 and quantised activations."""
     support = triton_support(x)
@@ -288,21 +276,22 @@ def gluon_support(
         return Support(False, "instructions of sm_90, and triton 3.6 or newer")
     if weight_format != "mxfp4" or not quantize_activations or x.dtype is not torch.bfloat16:
         return Support(False, "only mxfp4 experts and bfloat16 activations that are quantised")
+    w1 = projections[0]
     if not len(w1) or not ids.numel():
         return Support(False, "at least one expert and one pair")
     (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
     if inner % 128 or d % 128:
         return Support(False, f"whole blocks of 128 channels, got {(inner, d)}")
     shape = ExpertsShape(tokens, k, len(w1), inner, d)
-    if takes_w4a8(shape, quant_block, (w1, w3, w2, s1, s3, s2)):
+    if takes_w4a8(shape, quant_block, projections):
         return Support(True)
     if choose_sm90_config(shape, quant_block) is None:
         wanted = "few pairs of experts that fit shared memory"
         if quant_block == FP8_BLOCK:
             wanted += ", or many of whole 512 channels at even distances"
         return Support(False, f"{wanted}, got {ids.numel()} pairs of {(inner, d)}")
-    matrices, scales = (w1, w3, w2), (s1, s3, s2)
-    if min(map(expected_alignment, matrices)) < 16 or min(map(expected_alignment, scales)) < 4:
+    alignments = [*map(expected_alignment, projections)]
+    if min(alignments[:3]) < 16 or min(alignments[3:]) < 4:
         return Support(False, "matrices at multiples of 16 bytes, scales at multiples of 4")
     return Support(True)
 

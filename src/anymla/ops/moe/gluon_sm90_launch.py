@@ -12,51 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch
 from anymla.ops.device import target_of
 from anymla.ops.moe import gluon_sm90_w4a8_launch
 from anymla.ops.moe.config import Sm90Config, choose_sm90_config, takes_w4a8
 from anymla.ops.moe.gluon_sm90_grouped_gemm import grouped_gemm_kernel
-from anymla.ops.moe.inputs import ExpertInputs, ExpertTensors
+from anymla.ops.moe.inputs import ExpertInputs
 from anymla.ops.moe.shapes import ExpertsShape
 from anymla.ops.moe.triton_align import align_and_quantize
-from anymla.ops.moe.triton_launch import run_experts
+from anymla.ops.moe.triton_launch import Gemms, Projections, run_experts
 from anymla.ops.pdl import pdl_launch
 from anymla.ops.streams import scratch
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w1: list[Tensor] | Tensor,
-    w3: list[Tensor] | Tensor,
-    w2: list[Tensor] | Tensor,
-    s1: list[Tensor] | Tensor,
-    s3: list[Tensor] | Tensor,
-    s2: list[Tensor] | Tensor,
-    *,
-    weight_format: str,
-    swiglu_limit: float,
-    quantize_activations: bool,
-    expert_offset: int = 0,
-    shared: Tensor | None = None,
-    quant_block: int = FP8_BLOCK,
-    global_scales: Tensor | None = None,
-) -> Tensor:
-    """Backend of ``interface.experts`` by Hopper's grouped GEMMs; see its contract."""
-    (tokens, k), inner, d = ids.shape, w1[0].shape[0], x.shape[1]
-    shape = ExpertsShape(tokens, k, len(w1), inner, d)
-    w4a8 = takes_w4a8(shape, quant_block, (w1, w3, w2, s1, s3, s2))
-    matrices = [ExpertTensors(each, alignment=16) for each in (w1, w3, w2)]
-    scales = [ExpertTensors(each, alignment=16 if w4a8 else 4) for each in (s1, s3, s2)]
-    multiply = gluon_sm90_w4a8_launch.multiply if w4a8 else _multiply
-    return run_experts(
-        multiply, x, ids, weights, matrices + scales, weight_format=weight_format,
-        swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
-        expert_offset=expert_offset, shared=shared, quant_block=quant_block,
-    )  # fmt: skip
+def gemms(shape: ExpertsShape, quant_block: int, projections: Projections) -> Gemms:
+    """Choose W4A8 or persistent CTAs for sizes and tensors that ``gluon_support`` accepts."""
+    if takes_w4a8(shape, quant_block, projections):
+        return Gemms(gluon_sm90_w4a8_launch.multiply, weight_alignment=16, scale_alignment=16)
+    return Gemms(_multiply, weight_alignment=16, scale_alignment=4)
+
+
+experts = functools.partial(run_experts, gemms)
 
 
 def _multiply(inputs: ExpertInputs, results: Tensor) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.ops._numba_launch import Product, multiply
 from anymla.ops.moe.config import MAX_NUMBA_PAIRS
-from anymla.ops.moe.torch_experts import ExpertMlps, total_of_few
-from anymla.ops.streams import flush_stream_wait
+from anymla.ops.moe.torch_experts import ExpertMlps, run_experts, total_of_few
 
 
 class _NumbaMlps(ExpertMlps):
@@ -36,36 +36,13 @@ class _NumbaMlps(ExpertMlps):
         return Product(rows, codes, scale, self.weight_format == "fp8", self.quantized)
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w1: list[Tensor] | Tensor,
-    w3: list[Tensor] | Tensor,
-    w2: list[Tensor] | Tensor,
-    s1: list[Tensor] | Tensor,
-    s3: list[Tensor] | Tensor,
-    s2: list[Tensor] | Tensor,
-    *,
-    weight_format: str,
-    swiglu_limit: float,
-    quantize_activations: bool,
-    expert_offset: int = 0,
-    shared: Tensor | None = None,
-    quant_block: int = FP8_BLOCK,
-    global_scales: Tensor | None = None,
-) -> Tensor:
-    """Backend of ``interface.experts`` in numba; see its contract."""
-    flush_stream_wait()
-    mlps = _NumbaMlps(
-        w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantize_activations, quant_block
-    )
+def _total(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:
+    """Sum as ``total_of_few`` does, for a bounded number of pairs at a time."""
     step = max(1, MAX_NUMBA_PAIRS // max(1, ids.shape[1]))
-    totals = [
-        total_of_few(x[part], ids[part], weights[part], mlps, expert_offset)
-        for part in (slice(first, first + step) for first in range(0, max(1, len(x)), step))
-    ]
-    total = torch.cat(totals)
-    if shared is not None:
-        total.add_(shared)
-    return total.to(x.dtype)
+    parts = [slice(first, first + step) for first in range(0, max(1, len(x)), step)]
+    return torch.cat(
+        [total_of_few(x[part], ids[part], weights[part], mlps, offset) for part in parts]
+    )
+
+
+experts = functools.partial(run_experts, _NumbaMlps, _total)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -163,7 +165,9 @@ class ExpertMlps:
         return out.squeeze(1).to(rows.dtype)
 
 
-def experts(
+def run_experts(
+    mlps_of: type[ExpertMlps],
+    total_of: Callable[[Tensor, Tensor, Tensor, ExpertMlps, int], Tensor],
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -182,20 +186,31 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """Backend of ``interface.experts`` in torch; see its contract."""
+    """Run ``interface.experts`` with products by ``mlps_of``.
+
+    ``total_of`` sums over a token's experts, before the shared expert is added and the result is
+    rounded.
+    """
     flush_stream_wait()
     quantized = quantize_activations and weight_format in ("fp8", "mxfp4")
-    mlps = ExpertMlps(
+    mlps = mlps_of(
         w1, w3, w2, s1, s3, s2, weight_format, swiglu_limit, quantized, quant_block, global_scales
     )
-    if weight_format == "plain" and len(w1) and w1[0].dtype == x.dtype and is_host_row(x):
-        total_of = _total_of_row
-    else:
-        total_of = total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
     total = total_of(x, ids, weights, mlps, expert_offset)
     if shared is not None:
         total.add_(shared)
     return total.to(x.dtype)
+
+
+def _total(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:
+    plain, count = mlps.weight_format == "plain", len(mlps.w1)
+    if plain and count and mlps.w1[0].dtype == x.dtype and is_host_row(x):
+        return _total_of_row(x, ids, weights, mlps, offset)
+    total_of = total_of_few if ids.numel() <= _FEW_PAIRS else _total_of_many
+    return total_of(x, ids, weights, mlps, offset)
+
+
+experts = functools.partial(run_experts, ExpertMlps, _total)
 
 
 def _total_of_row(x: Tensor, ids: Tensor, weights: Tensor, mlps: ExpertMlps, offset: int) -> Tensor:

@@ -13,7 +13,8 @@ replaces them by its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -62,7 +63,27 @@ def combine_kernel(
     tl.store(out + token * n + column, total.to(out.dtype.element_ty), exists)
 
 
-def experts(
+class Gemms(NamedTuple):
+    """Grouped GEMMs of a backend.
+
+    Attributes:
+        multiply: function that writes results [P, D] of the inputs' pairs; pairs without an expert
+            here are not read.
+        weight_alignment: bytes that addresses of weights must be multiples of; others are copied.
+        scale_alignment: bytes that addresses of scales must be multiples of.
+    """
+
+    multiply: Callable[[ExpertInputs, Tensor], None]
+    weight_alignment: int = 1
+    scale_alignment: int = 1
+
+
+# Tensors of w1, w3, w2, s1, s3 and s2.
+Projections: TypeAlias = Sequence[list[Tensor] | Tensor]
+
+
+def run_experts(
+    choose: Callable[[ExpertsShape, int, Projections], Gemms],
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -81,14 +102,42 @@ def experts(
     quant_block: int = FP8_BLOCK,
     global_scales: Tensor | None = None,
 ) -> Tensor:
-    """Backend of ``interface.experts`` in Triton; see its contract."""
-    projections = [ExpertTensors(each) for each in (w1, w3, w2, s1, s3, s2)]
-    return run_experts(
-        _multiply, x, ids, weights, projections, weight_format=weight_format,
-        swiglu_limit=swiglu_limit, quantize_activations=quantize_activations,
-        expert_offset=expert_offset, shared=shared, quant_block=quant_block,
-        global_scales=global_scales,
-    )  # fmt: skip
+    """Run ``interface.experts`` with the GEMMs that ``choose`` names.
+
+    It gets the sizes of the call, ``quant_block``, and the tensors of all projections.
+    """
+    (tokens, d), k = x.shape, ids.shape[1]
+    out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
+    if not tokens:
+        flush_stream_wait()
+        return out
+    ids, count = ids.contiguous(), len(w1)
+    shape = ExpertsShape(tokens, k, count, w1[0].shape[0] if count else 0, d)
+    gemms = choose(shape, quant_block, (w1, w3, w2, s1, s3, s2))
+    inputs = ExpertInputs(
+        x.contiguous(),
+        ids,
+        weights.contiguous(),
+        *(ExpertTensors(each, gemms.weight_alignment) for each in (w1, w3, w2)),
+        *(ExpertTensors(each, gemms.scale_alignment) for each in (s1, s3, s2)),
+        weight_format,
+        swiglu_limit,
+        quantize_activations and weight_format in ("fp8", "mxfp4"),
+        expert_offset,
+        shape,
+        quant_block,
+        None if global_scales is None else global_scales.contiguous(),
+    )
+    results = scratch((tokens * k, d), x.dtype, x.device)
+    if k and count:
+        gemms.multiply(inputs, results)
+    # No PDL if another CUDA stream may still be writing the shared expert's output.
+    pdl = not has_deferred_wait() and (shared is None or shared.is_contiguous())
+    flush_stream_wait()
+    shared = None if shared is None else shared.contiguous()
+    launch = _combination((tokens, d, k), expert_offset, count, pdl, x.device)
+    launch(results, ids, shared, out)
+    return out
 
 
 def _multiply(inputs: ExpertInputs, results: Tensor) -> None:
@@ -96,68 +145,7 @@ def _multiply(inputs: ExpertInputs, results: Tensor) -> None:
     grouped_gemm(inputs, results, config)
 
 
-def run_experts(
-    multiply: Callable[[ExpertInputs, Tensor], None],
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    projections: list[ExpertTensors],
-    *,
-    weight_format: str,
-    swiglu_limit: float,
-    quantize_activations: bool,
-    expert_offset: int,
-    shared: Tensor | None,
-    quant_block: int = FP8_BLOCK,
-    global_scales: Tensor | None = None,
-) -> Tensor:
-    """Run ``interface.experts`` with ``multiply`` for the grouped GEMMs.
-
-    Args:
-        multiply: function that writes results [P, D] of the inputs' pairs; pairs without an expert
-            here are not read.
-        x: activations, as in ``interface.experts``.
-        ids: expert ids, as in ``interface.experts``.
-        weights: routing weights, as in ``interface.experts``.
-        projections: tensors of w1, w3, w2, s1, s3 and s2, in this order.
-        weight_format: format of the weights, as in ``interface.experts``.
-        swiglu_limit: bound of SwiGLU's clamps, positive.
-        quantize_activations: True to quantise activations, as in ``interface.experts``.
-        expert_offset: global id of the first expert.
-        shared: output of the shared expert to add, [T, D]; or None.
-        quant_block: number of channels that share a scale.
-        global_scales: factors of "nvfp4" weights, float32 [E, 3]; else None.
-    """
-    (tokens, d), k = x.shape, ids.shape[1]
-    out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
-    if not tokens:
-        flush_stream_wait()
-        return out
-    w1, ids = projections[0], ids.contiguous()
-    inner = w1.shape[0] if w1.count else 0
-    inputs = ExpertInputs(
-        x.contiguous(),
-        ids,
-        weights.contiguous(),
-        *projections,
-        weight_format,
-        swiglu_limit,
-        quantize_activations and weight_format in ("fp8", "mxfp4"),
-        expert_offset,
-        ExpertsShape(tokens, k, w1.count, inner, d),
-        quant_block,
-        None if global_scales is None else global_scales.contiguous(),
-    )
-    results = scratch((tokens * k, d), x.dtype, x.device)
-    if k and w1.count:
-        multiply(inputs, results)
-    # No PDL if another CUDA stream may still be writing the shared expert's output.
-    pdl = not has_deferred_wait() and (shared is None or shared.is_contiguous())
-    flush_stream_wait()
-    shared = None if shared is None else shared.contiguous()
-    launch = _combination((tokens, d, k), expert_offset, w1.count, pdl, x.device)
-    launch(results, ids, shared, out)
-    return out
+experts = functools.partial(run_experts, lambda *_: Gemms(_multiply))
 
 
 @functools.lru_cache(LAUNCHES)
