@@ -115,7 +115,11 @@ class AttentionLayer(nn.Module):
         )
         projected, index_q = self._project_queries(latent, coded, step)
         with step.side.beside(first=True) if self._chooses(step) else contextlib.nullcontext():
-            queries = self._index_queries(x, latent, coded, index_q, weights, step, cache)
+            queries = None
+            if self.indexer is not None and self._chooses(step):
+                queries = self.indexer.queries(
+                    x, latent, step, cache.format.index, coded=coded, q=index_q, weights=weights
+                )
             selected, entries = self._choice(queries, step, cache)
         q = self._rotate_and_insert(projected, kv, step, cache, cos_sin)
         step.side.join()
@@ -247,23 +251,6 @@ class AttentionLayer(nn.Module):
         else:
             projected, index_q = pair(latent, coded)
         return projected.unflatten(-1, (self.heads.count, -1)), index_q
-
-    def _index_queries(
-        self,
-        x: Tensor,
-        latent: Tensor,
-        coded: QuantizedRows | None,
-        q: Tensor | None,
-        weights: Tensor | None,
-        step: Step,
-        cache: LayerCache,
-    ) -> IndexQueries | None:
-        """Return the indexer's queries; the arguments that are None are computed."""
-        if self.indexer is None or not self._chooses(step):
-            return None
-        return self.indexer.queries(
-            x, latent, step, cache.format.index, coded=coded, q=q, weights=weights
-        )
 
     def _chooses(self, step: Step) -> bool:
         """True if this step scores entries."""

@@ -33,9 +33,9 @@ class Mix:
 class Streams:
     """The parallel residual streams between two sub-layers.
 
-    h: [T, N, hidden], the streams.
+    Attributes:
+        h: [T, N, hidden], state of all streams.
         output: [T, hidden], output of a sub-layer that is not yet returned to them; None for none.
-        output: [T, hidden], what a sub-layer has yet to return to them; None for nothing.
         mix: weights that return the output.
         pre: [T, N], gates of the last site, through which a delayed site reads the streams; None
             before the first site, which reads the first stream.

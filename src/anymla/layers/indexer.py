@@ -90,25 +90,6 @@ class Indexer(nn.Module):
         self.quantize_q = quantize_q
         self.backend = backend
 
-    def forward(
-        self, x: Tensor, latent: Tensor, step: Step, cache: Tensor, state: Tensor, layout: str
-    ) -> Tensor:
-        """Write the step's index keys, then choose entries for every token.
-
-        Args:
-            x: [T, hidden], the layer's normalised input.
-            latent: [T, q_lora_rank], the normalised query latent.
-            step: metadata of the batch.
-            cache: index pages in ``layout``, written.
-            state: float32 partial states of the index compressor, written.
-            layout: layout id of ``cache``.
-
-        Returns:
-            int32 [T, width], request-local entries, valid ones first, then -1.
-        """
-        self.write_keys(x, step, cache, state, layout)
-        return self.select(self.queries(x, latent, step, layout), step, cache, layout)
-
     def chooses(self, step: Step) -> bool:
         """True if entries are scored, which is not needed if all of them fit in the selection."""
         return self._most(step) > self.width
@@ -157,7 +138,11 @@ class Indexer(nn.Module):
     def select(
         self, queries: IndexQueries | None, step: Step, cache: Tensor, layout: str
     ) -> Tensor:
-        """Select entries, whose keys must have been written; see ``forward``."""
+        """Select entries, whose keys must have been written.
+
+        Returns:
+            int32 [T, width], request-local entries, valid ones first, then -1.
+        """
         return self._select(queries, step, cache, layout, None)
 
     def select_rows(
@@ -276,10 +261,7 @@ class Indexer(nn.Module):
         *,
         projected: bool = False,
     ) -> None:
-        """Write the step's index keys without a selection; arguments as for ``forward``.
-
-        With ``projected``, x is the compressor's projection already.
-        """
+        """Write the step's index keys; arguments as for ``Compressor.forward``."""
         assert self.compressor is not None
         assert self.spec.index_state_group is not None
         self.compressor(

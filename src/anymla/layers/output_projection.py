@@ -7,11 +7,7 @@ from torch import Tensor, nn
 
 from anymla.layers.linear import Linear, PackedWeight
 from anymla.layers.ranks import ALONE, Ranks
-from anymla.ops.linear import (
-    grouped_output_projection,
-    grouped_output_projection_fp8,
-    inverse_rope_fp8_quant,
-)
+from anymla.ops.linear import grouped_output_projection, grouped_output_projection_fp8
 
 
 class OutputProjection(nn.Module):
@@ -49,20 +45,10 @@ class OutputProjection(nn.Module):
         self.backend = backend
 
     def forward(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """Map attention outputs [T, H, D] to [T, hidden]."""
-        project = self._quantized if self.quantize_heads else self._dense
-        return self.ranks.total(self.wo_b(project(o, positions, cos_sin)))
-
-    def _dense(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        """Map attention outputs [T, H, D] to [T, hidden], without quantising the heads."""
         wo_a = self.wo_a.dense(o.dtype).unflatten(0, (self.groups, -1))
         z: Tensor = grouped_output_projection(o, positions, cos_sin, wo_a, backend=self.backend)
-        return z
-
-    def _quantized(self, o: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        codes, scales = inverse_rope_fp8_quant(
-            o, positions, cos_sin, n_groups=self.groups, backend=self.backend
-        )
-        return self._from_codes(codes, scales, o.dtype)
+        return self.ranks.total(self.wo_b(z))
 
     def of_quantized(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Map heads that are rotated and quantised already to [T, hidden] in ``dtype``."""
