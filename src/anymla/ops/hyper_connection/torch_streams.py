@@ -36,43 +36,23 @@ def suits_few(h: Tensor, norm_eps: float, hc_eps: float) -> bool:
     )
 
 
-def gates_of_few(
-    mix: Tensor,
-    norm: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    *,
-    channels: int,
-    norm_eps: float,
-    hc_eps: float,
-    iters: int,
-) -> Tensor:
-    """Compute a site's gates for few tokens, in Python numbers.
-
-    Args:
-        mix: f @ fn^T, not yet normalised, [T, 24].
-        norm: Euclidean norms of f, [T].
-        base: offsets of the gates, [24] in order pre, post, comb.
-        scale: factors of the mixes for pre, post and comb, [3].
-        channels: length N D of f.
-        norm_eps: number added to the mean square of f.
-        hc_eps: number added to pre, to the softmax and to every Sinkhorn sum.
-        iters: number of Sinkhorn iterations, at least 1.
-
-    Returns:
-        Gates [T, 24] in mix's dtype: pre [4], post [4] and comb [4, 4].
-    """
+def _gates_few(
+    f: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gates pre, post and comb of few flattened streams, in Python numbers."""
+    mix, norm = functional.linear(f, fn.to(f.dtype)), torch.linalg.vector_norm(f, dim=-1)
     offsets, factors = base.tolist(), scale.tolist()
     rows = []
     for row, length in zip(mix.tolist(), norm.tolist(), strict=True):
-        inverse = 1.0 / math.sqrt(length * length / channels + norm_eps)
+        inverse = 1.0 / math.sqrt(length * length / f.shape[1] + norm_eps)
         a, b, c = (inverse * factor for factor in factors)
         pre = [_sigmoid(m * a + o) + hc_eps for m, o in zip(row[:4], offsets[:4], strict=True)]
         post = [2.0 * _sigmoid(m * b + o) for m, o in zip(row[4:8], offsets[4:8], strict=True)]
         logits = [m * c + o for m, o in zip(row[8:], offsets[8:], strict=True)]
         comb = [_softmax(logits[start : start + 4], hc_eps) for start in (0, 4, 8, 12)]
         rows.append([*pre, *post, *_balance(comb, hc_eps, iters)])
-    return torch.tensor(rows, dtype=mix.dtype)
+    n, gates = _STREAMS, torch.tensor(rows, dtype=mix.dtype)
+    return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n :].view(len(f), n, n)
 
 
 def _sigmoid(x: float) -> float:
@@ -190,23 +170,6 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     eps_tensor = _constant(eps, x.dtype, x.device)
     return torch.addcmul(eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-
-
-def _gates_few(
-    f: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, n = len(f), _STREAMS
-    gates = gates_of_few(
-        functional.linear(f, fn.to(f.dtype)),
-        torch.linalg.vector_norm(f, dim=-1),
-        base,
-        scale,
-        channels=f.shape[1],
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-        iters=iters,
-    )
-    return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n :].view(tokens, n, n)
 
 
 def _mix(f: Tensor, fn: Tensor, norm_eps: float) -> Tensor:

@@ -139,34 +139,6 @@ def select_inputs(
     )
 
 
-def dense_inputs(
-    q: Tensor,
-    q_scales: Tensor | None,
-    weights: Tensor,
-    k: Tensor,
-    k_scale: Tensor | None,
-    starts: Tensor,
-    ends: Tensor,
-) -> ScoreInputs:
-    """Make kernel inputs from the arguments of ``mqa_logits``."""
-    return ScoreInputs(
-        q.contiguous(),
-        None if q_scales is None else q_scales.contiguous(),
-        unit_stride(weights),
-        unit_stride(k),
-        None,
-        None if k_scale is None else k_scale.contiguous(),
-        None,
-        ends.contiguous(),
-        starts.contiguous(),
-        None,
-        len(q),
-        0,
-        len(k),
-        0,
-    )
-
-
 def paged_inputs(
     q: Tensor,
     q_scales: Tensor | None,
@@ -227,7 +199,22 @@ def dense_logits(
     """Compute ``mqa_logits`` with a backend's ``write_scores``, passed as ``score``."""
     logits = writable(out, (len(q), len(k)), torch.float32, q.device)
     if logits.numel():
-        inputs = dense_inputs(q, q_scales, weights, k, k_scale, starts, ends)
+        inputs = ScoreInputs(
+            q.contiguous(),
+            None if q_scales is None else q_scales.contiguous(),
+            unit_stride(weights),
+            unit_stride(k),
+            None,
+            None if k_scale is None else k_scale.contiguous(),
+            None,
+            ends.contiguous(),
+            starts.contiguous(),
+            None,
+            len(q),
+            0,
+            len(k),
+            0,
+        )
         score(inputs, logits, None, device_facts.target_of(q.device), context=len(k))
     return logits if out is None or out is logits else out.copy_(logits)
 

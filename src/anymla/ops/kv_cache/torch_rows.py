@@ -8,7 +8,7 @@ from torch import Tensor
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.formats.pages import pages_of
 from anymla.ops import _host
-from anymla.ops._torch_pages import read_rows, write_rows
+from anymla.ops._torch_pages import read_rows, slots_of, write_rows
 
 
 def quantize_and_insert_k_cache(
@@ -48,26 +48,15 @@ def dequantize_and_gather_k_cache(
             if length > 0:
                 count = min(length, limit)
                 positions = torch.arange(stop - length, stop - length + count)
-                slots = _slots(positions, block_table[request], entries)
+                slots = slots_of(positions, torch.tensor(request), block_table, entries)
                 read_rows(k_cache, slots, layout, out[request, offset : offset + count])
         return
     row = torch.arange(limit, device=out.device)
     positions = (seq_lens.long() - lengths.long()).unsqueeze(1) + row
-    slots = _slots(positions, block_table, entries)
+    requests = torch.arange(len(block_table), device=out.device).unsqueeze(1)
+    slots = slots_of(positions, requests, block_table, entries)
     rows = torch.empty((slots.numel(), out.shape[2]), dtype=out.dtype, device=out.device)
     read_rows(k_cache, slots.flatten(), layout, rows)
     target = out[:, offset:]
     wanted = (row < lengths.unsqueeze(1)).unsqueeze(2)
     target.copy_(torch.where(wanted, rows.view(target.shape), target))
-
-
-def _slots(positions: Tensor, block_table: Tensor, entries: int) -> Tensor:
-    """Translate positions [..., n] by tables [..., P] to slots; negative without a page."""
-    columns = block_table.shape[-1]
-    if not columns:
-        return torch.full_like(positions, -1)
-    column = torch.div(positions, entries, rounding_mode="floor")
-    page = block_table.long().gather(-1, column.clamp(0, columns - 1))
-    slots = page * entries + positions - column * entries
-    known = (column >= 0) & (column < columns)
-    return torch.where(known, slots, -1)
