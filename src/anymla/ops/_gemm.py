@@ -164,8 +164,8 @@ def rounded_to_fp8(x: Tensor, dtype: torch.dtype, block: int = FP8_BLOCK) -> Ten
     """Quantise in blocks of channels and decode again, without going through codes.
 
     Equal to quantising with ``quantize_fp8_rows`` and decoding the codes, and several times faster
-    on a
-    CPU: rounding to e4m3 drops 20 mantissa bits of a float32, which is done on its integer bits.
+    on a CPU: rounding to e4m3 drops 20 mantissa bits of a float32, which is done on its integer
+    bits.
 
     Args:
         x: values to round, [..., K] floating point.

@@ -185,15 +185,7 @@ def writable(slots: Tensor, rows: Tensor, capacity: int) -> tuple[Tensor, Tensor
 
 
 def gather_entries(plane: Tensor, slots: Tensor) -> Tensor:
-    """Copy entries out of a plane.
-
-    Args:
-        plane: entries of all pages, [P, B, n] with inner strides (n, 1) and any page stride.
-        slots: slots to read, [m] int64, all inside the plane.
-
-    Returns:
-        Copied entries, [m, n] contiguous.
-    """
+    """Copy entries [m, n] at slots [m], all inside, out of a plane [P, B, n] of any page stride."""
     units, index = _units(plane, slots)
     return units.index_select(0, index).view(slots.shape[0], plane.shape[2])
 

@@ -311,15 +311,7 @@ def attend_single(
     out: Tensor,
     peaks: Tensor | None,
 ) -> Tensor | None:
-    """Attend one token to rows that all exist.
-
-    Args:
-        q: queries of the token, [1, H, D].
-        listed: rows, slots [1, K] and lengths [1] of each cache.
-        sink: one logit per head without a value, [H], or None.
-        scale: factor of the scores.
-        out: [1, H, value dim], any float dtype; written.
-        peaks: [1, H] to write the largest scores into, or None.
+    """Attend one token to rows that all exist; arguments as for ``attend_rows``.
 
     Returns:
         lse [1, H] in float32 (float64 for float64 q); None, with nothing written, if the call is

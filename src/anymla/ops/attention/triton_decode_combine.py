@@ -133,13 +133,8 @@ class OutputHeads(NamedTuple):
         token_stride: elements from one token's heads to the next.
         head_stride: elements from one head to the next.
         empty: lse of a token without rows.
-        scales: argument of ``store_quantized`` by this name.
-        positions: argument of ``store_quantized`` by this name.
-        table: argument of ``store_quantized`` by this name.
-        angles: argument of ``store_quantized`` by this name.
-        ROPE_DIM: argument of ``store_quantized`` by this name; 0 for output that is not quantised.
-        TYPE: argument of ``store_quantized`` by this name.
-        NATIVE: argument of ``store_quantized`` by this name.
+        scales, positions, table, angles, TYPE, NATIVE: arguments of ``store_quantized``.
+        ROPE_DIM: argument of ``store_quantized``; 0 for output that is not quantised.
     """
 
     heads: Any
@@ -292,40 +287,17 @@ def combine_splits_kernel(
 ):  # fmt: skip
     """Combine float16 partials of work tiles that are cut by a number of splits or by a table.
 
-    Args:
-        part_ptr: float16 [slots, ROWS, CHANNELS], partials of the decode kernel.
-        sums_ptr: float32 [slots, ROWS, 4]: reference exponent, sum, factor of the partial, padding.
-        sink_ptr: float32 [H], sinks of the heads.
-        out_ptr: output of shape [T, H, CHANNELS], or codes if ROPE_DIM is not 0.
-        lse_ptr: float32 [T, H], log-sum-exp to be written.
-        order_ptr: int32 [T], order of tokens if LONGEST_FIRST; int32 [work tiles, 2], table of
-            splits if BY_BLOCKS.
-        H: number of heads.
-        splits: number of splits per work tile.
-        first_cut: index of the first work tile that was cut.
-        rows: heads in a tile that exist, at most ROWS.
-        out_token: elements from one token of ``out`` to the next.
-        out_head: elements from one head of ``out`` to the next.
-        empty: lse of a token without rows.
-        scales_ptr: ``scales`` of ``store_quantized``.
-        positions_ptr: ``positions`` of ``store_quantized`` by token.
-        table_ptr: ``table`` of ``store_quantized``, with the angles by position.
-        angles: argument of ``store_quantized`` by this name.
-        ROWS: heads in a tile.
-        CHANNELS: channels per row.
-        WIDTH: channels per CTA.
-        GROUP: heads per CTA, which has all of their channels if there is more than one.
-        MOST: power of two that no work tile has more splits than.
-        AT_ONCE: number of partials read at once, a power of two.
-        SINK: True if heads have sinks.
-        PDL: True if launched before the decode kernel has ended.
-        LONGEST_FIRST: True if work tiles follow the order of tokens in ``order_ptr``.
-        BY_BLOCKS: True if ``order_ptr`` holds the first split and the number of splits of every
-            work tile.
-        LIFTED: first channel that is not stored times 2^``LIFT``.
-        ROPE_DIM: argument of ``store_quantized`` by this name; 0 for output that is not quantised.
-        TYPE: argument of ``store_quantized`` by this name.
-        NATIVE: argument of ``store_quantized`` by this name.
+    ``part_ptr`` is float16 [slots, ROWS, CHANNELS] and ``sums_ptr`` float32 [slots, ROWS, 4]:
+    reference exponent, sum, factor of the partial, padding. ``order_ptr`` is int32 [T], the order
+    of tokens, if LONGEST_FIRST; and int32 [work tiles, 2], first split and number of splits of each
+    work tile, if BY_BLOCKS. Work tiles from ``first_cut`` on are cut into ``splits``, and ``rows``
+    of a tile's heads exist. Channels from LIFTED on are not stored times 2^``LIFT``.
+
+    A CTA has WIDTH channels of GROUP heads, all of their channels if GROUP is above 1. It reads
+    AT_ONCE partials at once, and no work tile has more than MOST; both are powers of two.
+
+    If ROPE_DIM is not 0, ``out_ptr`` takes codes, and the arguments of ``store_quantized`` are
+    given by their names.
     """
     if PDL:
         gdc_wait()

@@ -219,17 +219,10 @@ def _pool_range(states: States, windows: WindowRange) -> Tensor | None:
 def _window_states(
     states: NDArray[Any], table: NDArray[Any], number: int, window: Window
 ) -> NDArray[Any] | None:
-    """Read values and scores of one window in NumPy, since tensor calls are slow in decoding.
+    """Read values and scores [window.states, 2, D] of a request's window of that number, in NumPy.
 
-    Args:
-        states: saved states by page, [P, S, 2 W].
-        table: page ids of the request, [columns] integers.
-        number: number of the window, from 0.
-        window: sizes of the window.
-
-    Returns:
-        Values and scores [window.states, 2, D]; scores are -inf where no window precedes the first.
-        None if a page id is outside the cache or the table is too short.
+    Tensor calls are slow in decoding. Scores are -inf where no window precedes the first. The
+    result is None if a page id is outside the cache or the table is too short.
     """
     page_size, ratio = window.page_size, window.ratio
     start, stop = max(number - window.overlap, 0) * ratio, (number + 1) * ratio

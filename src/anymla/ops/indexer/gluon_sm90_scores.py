@@ -90,23 +90,13 @@ def _field(x):
 
 @aggregate
 class RowRanges:
-    """Rows of a launch and the pages that they see; absent arguments are None.
+    """Rows of a launch and the pages that they see, as in ``ScoreInputs``.
 
     Attributes:
         table: pointer to page ids, int32 [R, pages]; None if pages are consecutive.
-        row_stride: elements between two rows of the table.
-        column_stride: elements between two columns of the table.
-        lengths: pointer to one past each row's last entry, int32 [rows].
-        starts: pointer to each row's first entry, int32 [rows]; None for 0.
-        row_requests: pointer to each row's request, int32 [rows]; None for ``per_request`` rows
-            each.
-        first_row: number of the launch's first row within the whole call.
+        row_stride, column_stride: elements between two rows, and two columns, of the table.
         rows: number of rows of the launch.
-        per_request: number of rows of each request, if ``row_requests`` is None.
-        num_requests: number of rows of the table.
         pages: number of pages of the cache.
-        covered: most entries that any row sees.
-        k: number of entries up to which a row is not scored.
         split_size: number of entries that one CTA passes over.
     """
 

@@ -26,7 +26,8 @@ def present_blocks(
         table: page ids of each row, [T, pages] int32.
         cache: index cache with page dimensions, [P, B, row].
 
-        Returns: Blocks [T, n], and the number of entries of the existing ones, [T].
+    Returns:
+        Blocks [T, n], and the number of entries of the existing ones, [T].
     """
     first = blocks.long() * block_size
     there = (blocks >= 0) & (first < visible.unsqueeze(1))

@@ -86,27 +86,10 @@ def list_blocks_kernel(
 ):
     """List a row's blocks that have visible entries on a page of the cache, in the given order.
 
-    Args:
-        blocks: lists of blocks by row.
-        blocks_stride: elements between rows of ``blocks``.
-        listed: number of blocks in a list.
-        lengths: one past each row's last entry.
-        requests: request of each row, or None for ``per_request`` rows per request.
-        table: block table with pages by request.
-        table_row_stride: elements between rows of the table.
-        table_column_stride: elements between columns of the table.
-        numbers: existing blocks to be written, [rows, listed].
-        places: their places in the cache to be written, counted in blocks, [rows, listed].
-        counts: entries of each row to be written, [rows].
-        first_row: number of the first row within the whole call.
-        per_request: rows per request if ``requests`` is None.
-        num_requests: number of rows of the table.
-        pages: number of pages in the cache.
-        covered: largest number of entries that any row sees.
-        ENTRIES: entries per page.
-        BLOCK_SIZE: entries per block, a divisor of ENTRIES.
-        TILE: number of blocks that are processed at once.
-        PDL: True if launched by ``pdl_launch``.
+    ``blocks`` has ``listed`` blocks a row. Of each row, ``numbers`` gets those that exist,
+    ``places`` their places in the cache, counted in blocks, both [rows, listed], and ``counts`` the
+    number of their entries. TILE blocks are processed at once. Pages have ENTRIES entries; all
+    other arguments are those of ``triton_scores.scores_kernel``.
     """
     if PDL:
         gdc_wait()

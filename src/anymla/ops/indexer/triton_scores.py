@@ -413,44 +413,13 @@ def scores_kernel(
 ):
     """Compute scores of CONFIG.rows rows against ``split`` keys; rows count from ``first_row``.
 
-    Args:
-        q: queries in the form that ``_load_queries`` reads.
-        q_scales: scale bytes of packed queries.
-        weights: weights of the heads by row.
-        weights_stride: elements between rows of ``weights``.
-        keys: bytes of pages, or values of a list.
-        keys_stride: bytes in a page, or elements in a key of a list.
-        key_scale: scales of the keys of a list, or None.
-        table: block table, or None for a list.
-        table_row_stride: elements between rows of the table.
-        table_column_stride: elements between columns of the table.
-        lengths: one past each row's last entry.
-        starts: first entry of each row, or None for 0.
-        requests: request of each row, or None for ``per_request`` rows per request.
-        scores: scores to be written.
-        scores_stride: elements between rows of ``scores``.
-        maxima: maxima to be written, or None.
-        maxima_stride: elements between rows of ``maxima``.
-        first_row: number of the launch's first row within the whole call.
-        rows: number of rows of the launch.
-        per_request: rows per request if ``requests`` is None.
-        num_requests: number of rows of the table.
-        pages: number of pages in the cache.
-        covered: largest number of entries that any row sees.
-        k: number of entries up to which a row is not scored.
-        split: number of keys per CTA, a multiple of CONFIG.keys.
-        context: number of columns in which entries that a row does not see become -inf; None to
-            leave them unwritten.
-        HEADS: heads per row.
-        CONFIG: tile sizes, a ``ScoreConfig``.
-        ENTRIES: entries per page.
-        BLOCK_SIZE: entries per block if the table lists places of blocks; 0 if it lists pages.
-        FORMAT: codec of pages, or a ``ListFormat``.
-        Q_KIND: kind of the queries' values.
-        MATH: arithmetic of the product.
-        NATIVE: True if the device has instructions to convert e4m3.
-        CANONICAL_NAN: argument of ``ordered_result`` by this name.
-        PDL: True if launched by ``pdl_launch``.
+    Queries are in the form that ``_load_queries`` reads, their kind is Q_KIND. ``keys`` are bytes
+    of pages of ENTRIES entries, ``keys_stride`` apart, with a codec FORMAT; or values of a list,
+    with a ``ListFormat``. If BLOCK_SIZE is not 0, the table lists places of blocks of as many
+    entries instead of pages. ``split``, the number of keys of a CTA, is a multiple of CONFIG.keys.
+    In the first ``context`` columns, entries that a row does not see become -inf. MATH is the
+    arithmetic of the product. All other arguments are those of ``ScoreInputs`` and
+    ``write_scores``, or strides of their rows.
     """
     ROWS: tl.constexpr = getattr(CONFIG, "rows")
     PADDED_HEADS: tl.constexpr = getattr(CONFIG, "heads")

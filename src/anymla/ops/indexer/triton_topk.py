@@ -439,15 +439,9 @@ def winners_of(bits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
 def _order_winners(
     bits: Tensor, starts: Tensor, ends: Tensor, winners: Tensor, out: Tensor, by_sorting: bool
 ) -> None:
-    """Write each row's winners in the order of their scores.
+    """Write each row's ``winners_of`` to ``out`` [M, k] in the order of their scores.
 
-    Args:
-        bits: float32 scores as int32 bits, [M, N].
-        starts: first column of each row, [M] int32.
-        ends: one past the last column of each row, [M] int32.
-        winners: columns in any order, then -1, [M, min(k, N)] int32.
-        out: indices to write, [M, k] int32.
-        by_sorting: True to use a sorting network, False to rank by counting.
+    They are sorted in a network, or ranked by counting unless ``by_sorting``.
     """
     rows, columns = bits.shape
     kept, k = winners.shape[1], out.shape[1]

@@ -61,20 +61,7 @@ class Ring(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """Arguments of a consumer besides the ring; see ``warp_split_k_kernel`` for memory layouts.
-
-    Attributes:
-        x_scales: pointer to scales of the activations, or None.
-        scales: pointer to scales of the weight, or None.
-        out: pointer to the result.
-        tokens: number of rows of activations.
-        n: number of rows of a group's weight.
-        k_blocks: number of K blocks of a tile.
-        tiles: number of tiles of all CTAs together.
-        groups: number of products, one for each group.
-        x_scale_token: elements between the scales of consecutive tokens.
-        x_scale_k: elements between the scales of consecutive quant blocks.
-    """
+    """Arguments of a consumer besides the ring, by their names in ``warp_split_k_kernel``."""
 
     x_scales: Any
     scales: Any
@@ -483,25 +470,9 @@ def warp_split_n_kernel(
 ):  # fmt: skip
     """Multiply x @ w^T with rows of the weight divided among warps (``warp_split_n``).
 
-    Args:
-        x_desc: int32 [T, groups * K / 4], e4m3 codes; boxes [BLOCK_M, 32].
-        x_scales: scales of x, laid out as in ``warp_split_k_kernel``.
-        w_desc: int32 [groups * n, K / 4], the weight's codes; boxes [BLOCK_N, 32].
-        scales: scales of the weight, laid out as in ``warp_split_k_kernel``.
-        out: result to be written, [T, groups, n].
-        tokens: number of tokens T, at most BLOCK_M.
-        n: rows of a group's weight, a multiple of BLOCK_N.
-        k_blocks: number of K blocks, K / 128.
-        tiles: number of tiles, groups * n / BLOCK_N.
-        groups: number of products, one for each group.
-        x_scale_token: elements between the scales of consecutive tokens.
-        x_scale_k: elements between the scales of consecutive quant blocks.
-        BLOCK_N: rows per tile, 64 or 128, which share scales.
-        BLOCK_M: tokens per tile, at least 8.
-        WARPS: warps in the consumer.
-        STAGES: number of stages in the ring.
-        MN_MAJOR: True if x_scale_token is 1; see ``warp_split_k_kernel``.
-        PDL: True if launched before the kernel that makes x has ended.
+    Arguments are those of ``warp_split_k_kernel``, but ``x_desc`` is int32 [T, groups * K / 4] in
+    boxes of [BLOCK_M, 32], ``w_desc`` int32 [groups * n, K / 4] in boxes of [BLOCK_N, 32], and
+    BLOCK_N 64 or 128 rows, which share scales.
     """
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, 32], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M, 32], x_desc.layout)
@@ -617,24 +588,10 @@ def fp8_wgmma_kernel(
 ):  # fmt: skip
     """Multiply x @ w^T by the FP8 warpgroup instruction (``fp8_wgmma``).
 
-    Args:
-        x_desc: descriptor of x, [T, groups * K] of e4m3, boxes [BLOCK_M, 128].
-        x_scales: scales of x, laid out as in ``warp_split_k_kernel``.
-        w_desc: descriptor of the weight, [groups * n, K] of e4m3, boxes [BLOCK_N, 128].
-        scales: scales of the weight, laid out as in ``warp_split_k_kernel``.
-        out: result to be written, [T, groups, n].
-        tokens: number of tokens T, at most BLOCK_M.
-        n: rows of a group's weight, a multiple of BLOCK_N.
-        k_blocks: number of K blocks, K / 128, a multiple of IN_FLIGHT.
-        tiles: number of tiles, groups * n / BLOCK_N.
-        groups: number of products, one for each group.
-        x_scale_token: elements between the scales of consecutive tokens.
-        x_scale_k: elements between the scales of consecutive quant blocks.
-        BLOCK_N: rows per tile, a power of two from 8 to 128.
-        BLOCK_M: tokens per tile, 64 or 128.
-        STAGES: number of stages in the ring, at least IN_FLIGHT.
-        IN_FLIGHT: number of products in flight, 2 or 4.
-        PDL: True if launched before the kernel that makes x has ended.
+    Arguments are those of ``warp_split_k_kernel``, but ``x_desc`` is e4m3 [T, groups * K] in boxes
+    of [BLOCK_M, 128], ``w_desc`` e4m3 [groups * n, K] in boxes of [BLOCK_N, 128]. BLOCK_N is a
+    power of two from 8 to 128, and BLOCK_M 64 or 128. IN_FLIGHT products, 2 or 4, are in flight:
+    STAGES is at least as many, and ``k_blocks`` a multiple.
     """
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, 128], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 128], x_desc.layout)

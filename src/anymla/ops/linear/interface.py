@@ -38,16 +38,8 @@ _FP8 = torch.float8_e4m3fn
 _BLOCK = 128
 
 
-def _result(x: Tensor, rows: int) -> tuple[Tensor]:
-    return (x.new_empty((*x.shape[:-1], rows)),)
-
-
-def _plain_result(*, x: Tensor, weight: Tensor) -> tuple[Tensor]:
-    return _result(x, weight.shape[0])
-
-
-def _packed_result(*, x: Tensor, weight: Tensor, **_: Any) -> tuple[Tensor]:
-    return _result(x, weight.shape[0])
+def _product(*, x: Tensor, weight: Tensor, **_: Any) -> tuple[Tensor]:
+    return (x.new_empty((*x.shape[:-1], weight.shape[0])),)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -61,7 +53,7 @@ def _require_scales(operation_name: str, scale: Tensor, rows: int, columns: int)
     require(got == want, operation_name, "scale", f"{want}", got)
 
 
-@operation(outputs=_plain_result)
+@operation(outputs=_product)
 def linear(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
     """Return ``x @ weight^T``.
 
@@ -107,7 +99,7 @@ def linear_float32(x: Tensor, weight: Tensor, *, backend: str | None = None) -> 
     check("linear_float32", x=(_as_rows(x), "T K", FLOATS), weight=(weight, "N K", FLOATS))
 
 
-@operation(outputs=_packed_result)
+@operation(outputs=_product)
 def fp8_block_linear(
     x: Tensor,
     weight: Tensor,
@@ -164,7 +156,7 @@ def fp8_block_linear(
     require(wanted, name, "codes", f"None for blocks of {quant_block}", "codes")
 
 
-@operation(outputs=_packed_result)
+@operation(outputs=_product)
 def mxfp4_linear(
     x: Tensor,
     weight: Tensor,
@@ -206,7 +198,7 @@ def mxfp4_linear(
     _require_scales(name, scale, dims["N"], width // 32)
 
 
-@operation(outputs=_packed_result)
+@operation(outputs=_product)
 def nvfp4_linear(
     x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor, *, backend: str | None = None
 ) -> Tensor:

@@ -337,42 +337,18 @@ def grouped_gemm_kernel(
 ):  # fmt: skip
     """Compute one grouped GEMM: w1 and w3 with SwiGLU (UP), or w2.
 
-    Args:
-        x: with UP uint8, e4m3 operands [T, K] in the order of decoded weights, else any [pairs, K].
-        x_scales: scales of x with UP, float32 [T, K / QUANT].
-        weights: weights of the pairs with UP, float32.
-        sorted_pairs: int32, pairs sorted by expert.
-        blocks: int32 [3 * count + 1], list of blocks as ``triton_align`` makes it.
-        w1: uint8 codes of the first expert.
-        w1_stride: elements between the experts' codes, if there is no table.
-        w1_table: offsets of the experts' codes in W_UNIT, or None.
-        s1: scales of the first expert.
-        s1_stride: elements between the experts' scales, if there is no table.
-        s1_table: offsets of the experts' scales, or None.
-        w3: codes of the second matrix with UP, like ``w1``.
-        w3_stride: elements between the experts' codes, if there is no table.
-        w3_table: offsets of the experts' codes in W_UNIT, or None.
-        s3: scales of the second matrix with UP, like ``s1``.
-        s3_stride: elements between the experts' scales, if there is no table.
-        s3_table: offsets of the experts' scales, or None.
-        out: result to be written, [pairs, OUT].
-        count: number of blocks for which ``blocks`` has space.
-        limit: clamp of SwiGLU.
-        K: number of input channels.
-        OUT: rows of the result.
-        PER_TOKEN: pairs per token, with UP.
-        M: rows per tile; with UP half of them are w1's.
-        N: pairs per block.
-        CHUNK: channels per stage, 256 or 512.
-        STAGES: number of stages that are loaded ahead.
-        UP: True for w1 and w3 with SwiGLU, False for w2.
-        W_UNIT: elements that one step of the codes' tables counts.
-        WARPS: warps per CTA, 16 rows each.
-        CTAS_PER_SM: number of CTAs that share an SM.
-        BATCH: K blocks of 128 channels of a row of w2's input that are quantised at once.
-        IN_FLIGHT: products in flight while earlier ones are added up, 4 or 0.
-        QUANT: channels of activations that share a scale, 128 or 32.
-        PDL: True if launched while the previous kernels still run.
+    With UP, x is uint8, e4m3 operands [T, K] in the order of decoded weights, with ``x_scales``
+    float32 [T, K / QUANT]; without, x is [pairs, K] of any dtype. ``weights`` are the pairs'
+    float32 weights with UP, ``sorted_pairs`` int32 pairs sorted by expert, and ``blocks`` int32
+    [3 * count + 1] as ``triton_align`` makes them. ``w1`` and ``s1`` are codes and scales of the
+    first expert; others follow at a stride in elements, or at the offsets of a table, in which
+    W_UNIT elements of codes, or one scale, count one. ``w3`` and ``s3`` are used with UP. ``limit``
+    is SwiGLU's clamp, and ``out`` [pairs, OUT].
+
+    A tile has M rows, with UP half of them w1's, and N pairs; a stage CHUNK channels, 256 or 512,
+    STAGES of which are loaded ahead. A CTA has WARPS warps of 16 rows, and CTAS_PER_SM of them
+    share an SM. BATCH K blocks of a row of w2's input are quantised at once, and IN_FLIGHT
+    products, 4 or 0, are in flight while earlier ones are added up.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 32])
     C: gl.constexpr = CHUNK // 8

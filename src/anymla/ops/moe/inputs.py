@@ -212,26 +212,13 @@ def expected_alignment(tensors: list[Tensor] | Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertInputs:
-    """Arguments of one ``interface.experts`` call, as kernels take them.
+    """Arguments of one ``interface.experts`` call by their names there, as kernels take them.
+
+    Tensors are contiguous.
 
     Attributes:
-        x: activations of the tokens, contiguous [T, D].
-        ids: expert ids of each token, contiguous [T, K].
-        weights: routing weights of each token, contiguous [T, K].
-        w1: gate projections of all experts.
-        w3: up projections of all experts.
-        w2: down projections of all experts.
-        s1: scales of the experts' w1.
-        s3: scales of the experts' w3.
-        s2: scales of the experts' w2.
-        weight_format: format of the weights, "plain", "fp8", "mxfp4" or "nvfp4".
-        swiglu_limit: bound of SwiGLU's clamp, positive.
-        quantized: True if activations are quantised.
-        expert_offset: global id of the first expert.
+        quantized: True if activations are quantised, which not every format allows.
         shape: sizes of the call.
-        quant_block: number of channels that share a scale, see ``ExpertFormats``.
-        global_scales: factors of each expert's w1, w3 and w2 for "nvfp4", contiguous [E, 3]; else
-            None.
     """
 
     x: Tensor
