@@ -22,6 +22,7 @@ from anymla.bench.gpu_timing import copies_for
 from anymla.bench.random_caches import shared_rows
 from anymla.bench.runner import Case, Clock, Subject, Values, beside
 from anymla.formats.page_layout import MAIN_FP8, get_layout
+from anymla.layers.caches import CACHE_FORMATS, LayerCache
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.attention import (
@@ -165,7 +166,8 @@ class VerificationInputs(DecodeInputs):
 
     def _workspace(self, rows: RequestRows) -> tuple[Tensor, Tensor, Tensor]:
         dtype = self.q.dtype
-        decoded = rows.decode(self.cache, self.extra_cache, layout=MAIN_FP8, dtype=dtype)
+        cache = LayerCache(CACHE_FORMATS["fp8"], self.cache, self.extra_cache)
+        decoded = rows.decode(cache, dtype)
         return self.q.flatten(0, 1), decoded, rows.ranges
 
     def error(self, out: Tensor) -> float:

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from anymla.formats.page_layout import (
+    INDEX_FP8,
     MAIN_FP8,
     V41_COMPRESSED_NVFP4,
     V41_MAIN_FP8,
     get_layout,
 )
+from anymla.layers.caches import CacheFormat, LayerCache
 from anymla.layers.prefill_rows import prefill_rows
 from anymla.layers.rows import GroupStep, Rows
 from anymla.layers.step import Step
@@ -103,9 +105,8 @@ def test_a_chunk_sees_what_its_lists_say(ratio, padded, layouts):
     assert plan.first_token == 1
     held = sum(n // ratio for n in lengths[1:]) if ratio else 0
     seen = sum(min(count + WINDOW - 1, n) for count, n in zip(counts[1:], lengths[1:], strict=True))
-    rows = plan.decode(
-        window_cache, entry_cache, layout=layouts[0], entry_layout=layouts[1], dtype=torch.float32
-    )
+    kinds = CacheFormat(layouts[0], INDEX_FP8, layouts[1])
+    rows = plan.decode(LayerCache(kinds, window_cache, entry_cache), torch.float32)
     assert len(rows) == seen + held, "no longer than what can be seen"
     out, lse = prefill_attention(
         q[1:],

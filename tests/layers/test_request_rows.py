@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import MAIN_FP8, V41_COMPRESSED_NVFP4, get_layout
+from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8, V41_COMPRESSED_NVFP4, get_layout
+from anymla.layers.caches import CACHE_FORMATS, CacheFormat, LayerCache
 from anymla.layers.request_rows import request_rows
 from anymla.layers.rows import GroupStep, RequestRows
 from anymla.ops.attention import CacheRows, prefill_attention, sparse_attention
@@ -74,7 +75,7 @@ class Step:
 @pytest.mark.parametrize("entries", [None, MAIN_FP8, V41_COMPRESSED_NVFP4])
 def test_queries_see_what_their_lists_say(entries):
     step = Step()
-    kinds = {"layout": MAIN_FP8, "entry_layout": entries, "dtype": torch.float32}
+    kinds = CacheFormat(MAIN_FP8, INDEX_FP8, entries)
     if entries is not None:
         slots = torch.arange(step.entries.shape[0] * ENTRY_PAGE)
         written = LAYOUT.read(step.entries, slots, torch.float32)
@@ -87,11 +88,12 @@ def test_queries_see_what_their_lists_say(entries):
     want, want_lse = sparse_attention(q, listed, sink=sink)
 
     made = step.rows(entries=entries is not None)
-    rows = made.decode(step.window, step.entries, **kinds)
+    cache = LayerCache(kinds, step.window, step.entries)
+    rows = made.decode(cache, torch.float32)
     assert len(rows) == len(REQUESTS) * (WINDOW + QUERIES - 1 + made.entries)
     # Nothing that was not written is seen, though it be NaN.
     poisoned = torch.full_like(rows, torch.nan)
-    kept = made.decode(step.window, step.entries, **kinds)
+    kept = made.decode(cache, torch.float32)
     for first, count, more, seen in made.ranges.tolist():
         for start, number in ((first, count), (more, seen)):
             poisoned[start : start + number] = kept[start : start + number]
@@ -127,7 +129,8 @@ def test_runs_that_are_off_by_one_are_noticed(wrong):
     want, _ = sparse_attention(q, [window])
     made = step.rows(entries=False)
     made.ranges[:, 0 if wrong == "first" else 1] += 1
-    rows = made.decode(step.window, None, layout=MAIN_FP8, dtype=torch.float32)
+    cache = LayerCache(CACHE_FORMATS["fp8"], step.window)
+    rows = made.decode(cache, torch.float32)
     out, _ = prefill_attention(q, rows, made.ranges, window=WINDOW + 1)
     assert not ((out - want).abs() < 1e-2).all()
 

@@ -91,14 +91,7 @@ class AttentionInputs:
         The rows lie in scratch memory.
         """
         assert self.chunk is not None
-        rows = self.chunk.decode(
-            self.cache.window,
-            self.cache.compressed,
-            layout=self.cache.format.main,
-            entry_layout=self.cache.format.entries,
-            dtype=dtype,
-            backend=backend,
-        )
+        rows = self.chunk.decode(self.cache, dtype, backend)
         chosen = None if self.selected is None else self.selected[self.decodes :]
         return rows, self.chunk.ranges, chosen
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anymla.formats.page_layout import get_layout
+from anymla.layers.caches import LayerCache
 from anymla.ops.attention import CacheRows
 from anymla.ops.kv_cache import dequant_gather_slots, dequantize_and_gather_k_cache
 from anymla.ops.streams import scratch
@@ -83,30 +84,21 @@ class PrefillRows:
     ranges: Tensor
     entries: int
 
-    def decode(
-        self,
-        window_cache: Tensor,
-        compressed_cache: Tensor | None,
-        *,
-        layout: str,
-        entry_layout: str | None = None,
-        dtype: torch.dtype,
-        backend: str | None = None,
-    ) -> Tensor:
-        """The workspace [Nw + Ne, D] of a layer's caches, in scratch memory.
-
-        Entries are in ``entry_layout``, or in the window's.
-        """
+    def decode(self, cache: LayerCache, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+        """Decode the workspace [Nw + Ne, D] of a layer's caches, in scratch memory."""
         count = len(self.window_slots)
         more = 0 if self.entry_slots is None else len(self.entry_slots)
-        channels = get_layout(layout).channels
-        rows = scratch((count + more, channels), dtype, window_cache.device)
-        parts = [(rows[:count], window_cache, self.window_slots, layout)]
+        layout = cache.format.main
+        rows = scratch((count + more, get_layout(layout).channels), dtype, cache.window.device)
+        dequant_gather_slots(
+            rows[:count], cache.window, self.window_slots, layout=layout, backend=backend
+        )
         if self.entry_slots is not None:
-            assert compressed_cache is not None
-            parts.append((rows[count:], compressed_cache, self.entry_slots, entry_layout or layout))
-        for part, cache, slots, coded in parts:
-            dequant_gather_slots(part, cache, slots, layout=coded, backend=backend)
+            assert cache.compressed is not None
+            dequant_gather_slots(
+                rows[count:], cache.compressed, self.entry_slots, layout=cache.format.entries,
+                backend=backend,
+            )  # fmt: skip
         return rows
 
 
@@ -142,33 +134,21 @@ class RequestRows:
     ranges: Tensor
     first_token: int = 0
 
-    def decode(
-        self,
-        window_cache: Tensor,
-        compressed_cache: Tensor | None,
-        *,
-        layout: str,
-        entry_layout: str | None = None,
-        dtype: torch.dtype,
-        backend: str | None = None,
-    ) -> Tensor:
-        """The workspace [R * (W + E), D] of a layer's caches, in scratch memory.
-
-        Entries are in ``entry_layout``, or in the window's.
-        """
+    def decode(self, cache: LayerCache, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+        """Decode the workspace [R * (W + E), D] of a layer's caches, in scratch memory."""
+        layout = cache.format.main
         requests, channels = len(self.stops), get_layout(layout).channels
         count = requests * self.width
         size = (count + requests * self.entries, channels)
-        rows = scratch(size, dtype, window_cache.device)
+        rows = scratch(size, dtype, cache.window.device)
         dequantize_and_gather_k_cache(
-            rows[:count].view(requests, self.width, channels), window_cache, self.stops, self.held,
+            rows[:count].view(requests, self.width, channels), cache.window, self.stops, self.held,
             self.window_table, layout=layout, backend=backend,
         )  # fmt: skip
         if self.entry_table is not None and self.visible is not None:
-            assert compressed_cache is not None
+            assert cache.compressed is not None
             dequantize_and_gather_k_cache(
-                rows[count:].view(requests, self.entries, channels), compressed_cache,
-                self.visible, None, self.entry_table, layout=entry_layout or layout,
-                backend=backend,
+                rows[count:].view(requests, self.entries, channels), cache.compressed,
+                self.visible, None, self.entry_table, layout=cache.format.entries, backend=backend,
             )  # fmt: skip
         return rows
