@@ -59,7 +59,7 @@ class QuantizedOut:
 
     Attributes:
         codes: e4m3 codes as uint8 [T, H, D], written by the kernel.
-        scales: one scale for 128 channels, float32 [T, H, D / 128], written by the kernel.
+        scales: one scale for each quant block, float32 [T, H, blocks], written by the kernel.
         rope: rotary table and positions of the queries.
         dtype: dtype to which heads are rounded before they are quantised.
         native: True if the device converts FP8 by instructions.
@@ -72,11 +72,13 @@ class QuantizedOut:
     native: bool
 
     @classmethod
-    def allocate(cls, q: Tensor, epilogue: InverseRopeQuant, native: bool) -> QuantizedOut:
-        """Allocate buffers for the heads and channels of ``q`` [T, H, D]."""
+    def allocate(
+        cls, q: Tensor, epilogue: InverseRopeQuant, native: bool, block: int = FP8_BLOCK
+    ) -> QuantizedOut:
+        """Allocate buffers for ``q`` [T, H, D], whose scales have ``block`` channels each."""
         positions, table, _ = epilogue
         tokens, heads, channels = q.shape
-        blocks = (tokens, heads, channels // FP8_BLOCK)
+        blocks = (tokens, heads, channels // block)
         return cls(
             torch.empty(q.shape, dtype=torch.uint8, device=q.device),
             torch.empty(blocks, dtype=torch.float32, device=q.device),
@@ -95,9 +97,9 @@ class QuantizedOut:
     def results(self, groups: int) -> tuple[Tensor, Tensor]:
         """Return codes and scales in the shapes that ``inverse_rope_fp8_quant`` returns."""
         tokens, heads, channels = self.codes.shape
-        width = heads // groups * channels
-        codes = self.codes.view(torch.float8_e4m3fn).view(tokens, groups, width)
-        return codes, self.scales.view(tokens, groups, width // FP8_BLOCK)
+        of_group = heads // groups
+        codes = self.codes.view(torch.float8_e4m3fn).view(tokens, groups, of_group * channels)
+        return codes, self.scales.view(tokens, groups, of_group * self.scales.shape[2])
 
 
 def epilogue_pointers(to: QuantizedOut | None, other: Tensor) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymla.formats.fp8_block import HEAD_AMAX_FLOOR, quantize_fp8_rows
+from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR, quantize_fp8_rows
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import pages_of
 
@@ -72,12 +72,18 @@ def attend(
 
 
 def inverse_rope_fp8_quant(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    quant_block: int = FP8_BLOCK,
+    amax_floor: float = HEAD_AMAX_FLOOR,
 ) -> tuple[Tensor, Tensor]:
     """Reference of ``linear.inverse_rope_fp8_quant``; see its contract."""
     wide = o.to(torch.promote_types(o.dtype, torch.float32))
     rotated = rope(wide, positions, cos_sin_cache, inverse=True)
     width = o.shape[1] // n_groups * o.shape[2]
     groups = rotated.reshape(len(o), n_groups, width)
-    codes, scales = quantize_fp8_rows(groups, floor=HEAD_AMAX_FLOOR)
+    codes, scales = quantize_fp8_rows(groups, quant_block, amax_floor)
     return codes.view(torch.float8_e4m3fn), scales

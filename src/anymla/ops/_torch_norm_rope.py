@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymla.formats.fp8_block import HEAD_AMAX_FLOOR, quantize_fp8_rows
+from anymla.formats.fp8_block import FP8_BLOCK, HEAD_AMAX_FLOOR, quantize_fp8_rows
 from anymla.ops import _host
 
 # Elements processed at a time on the host: 1 MiB of float32, which fits in a core's own cache.
@@ -117,7 +117,13 @@ def rotate_(x: Tensor, cis: Tensor) -> Tensor:
 
 
 def inverse_rope_fp8_quant(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    quant_block: int = FP8_BLOCK,
+    amax_floor: float = HEAD_AMAX_FLOOR,
 ) -> tuple[Tensor, Tensor]:
     """Backend of ``linear.inverse_rope_fp8_quant`` in torch; see its contract."""
     tokens, heads, dim = o.shape
@@ -125,5 +131,5 @@ def inverse_rope_fp8_quant(
     rotated = o.to(wide, copy=True, memory_format=torch.contiguous_format)
     rotate_(rotated, freqs_cis(positions, cos_sin_cache, wide, inverse=True))
     groups = rotated.view(tokens, n_groups, heads // n_groups * dim)
-    codes, scales = quantize_fp8_rows(groups, floor=HEAD_AMAX_FLOOR)
+    codes, scales = quantize_fp8_rows(groups, quant_block, amax_floor)
     return codes.view(torch.float8_e4m3fn), scales

@@ -176,32 +176,39 @@ def inverse_rope_quantize_kernel(
     tl.store(scales + head.to(tl.int64) * PER_HEAD + block, exp2_int(exponent), inside)
 
 
-def inverse_rope_quantize(o: Tensor, to: QuantizedOut) -> None:
+def inverse_rope_quantize(
+    o: Tensor, to: QuantizedOut, block: int = FP8_BLOCK, floor: float = HEAD_AMAX_FLOOR
+) -> None:
     """Launch the kernel that rotates heads o [T, H, D] back and quantises them into ``to``."""
     tokens, heads, d = o.shape
     if not o.numel():
         return
     positions, table = to.rope.positions, to.rope.table
-    launch = _inverse_rope((tokens, heads, d), table.shape, to.native, o.device)
+    rule = block, floor, to.native
+    launch = _inverse_rope((tokens, heads, d), table.shape, rule, o.device)
     launch(_aligned(o), positions, table, to.codes, to.scales)
 
 
 @functools.lru_cache(LAUNCHES)
 def _inverse_rope(
-    shape: tuple[int, int, int], table: tuple[int, int], native: bool, device: torch.device
+    shape: tuple[int, int, int],
+    table: tuple[int, int],
+    rule: tuple[int, float, bool],
+    device: torch.device,
 ) -> PreparedLaunch:
-    tokens, heads, d = shape
+    """Prepare a launch for (tokens, heads, channels), and (quant block, its floor, native)."""
+    (tokens, heads, d), (block, floor, native) = shape, rule
     rows = _ROWS if tokens * heads > _FEW_HEADS else _FEW_ROWS
     return PreparedLaunch(
         inverse_rope_quantize_kernel,
-        (cdiv(tokens * heads, rows), cdiv(d, FP8_BLOCK)),
+        (cdiv(tokens * heads, rows), cdiv(d, block)),
         tokens * heads,
         table[0],
         HEADS=heads,
         D=d,
         ROPE_DIM=table[1],
-        FLOOR=HEAD_AMAX_FLOOR,
-        WIDTH=FP8_BLOCK,
+        FLOOR=floor,
+        WIDTH=block,
         ROWS=rows,
         NATIVE=native,
         **pdl_launch(device),
@@ -209,12 +216,18 @@ def _inverse_rope(
 
 
 def inverse_rope_fp8_quant(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, n_groups: int
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    n_groups: int,
+    quant_block: int = FP8_BLOCK,
+    amax_floor: float = HEAD_AMAX_FLOOR,
 ) -> tuple[Tensor, Tensor]:
     """Backend of ``linear.inverse_rope_fp8_quant`` in Triton; see its contract."""
     epilogue = InverseRopeQuant(positions, cos_sin_cache, n_groups)
-    to = QuantizedOut.allocate(o, epilogue, target_of(o.device).native_e4m3)
-    inverse_rope_quantize(o, to)
+    to = QuantizedOut.allocate(o, epilogue, target_of(o.device).native_e4m3, quant_block)
+    inverse_rope_quantize(o, to, quant_block, amax_floor)
     return to.results(n_groups)
 
 

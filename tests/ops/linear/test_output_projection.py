@@ -119,23 +119,26 @@ def test_forward_rotation_and_its_inverse_cancel(backend):
     groups=st.sampled_from([1, 2]),
     dim=st.sampled_from([128, 512]),
     exponent=st.integers(-45, 40),
+    rule=st.sampled_from([(128, 1e-10), (32, 1e-4), (64, 1e-4)]),
     dtype=st.sampled_from(FLOATS),
     backend=st.sampled_from(BACKENDS),
 )
-def test_quantised_heads(seed, tokens, groups, dim, exponent, dtype, backend):
+def test_quantised_heads(seed, tokens, groups, dim, exponent, rule, dtype, backend):
     torch.manual_seed(seed)
     if dtype == torch.float16:
         exponent = exponent % 16 - 10
     o = (torch.randn(tokens, 2 * groups, dim) * 2.0**exponent).to(dtype)
     positions = torch.randint(0, 50, (tokens,))
+    block, floor = rule
+    given_ = {} if block == 128 else {"quant_block": block, "amax_floor": floor}
     values, scales = inverse_rope_fp8_quant(
-        o, positions, table(50), n_groups=groups, backend=backend
+        o, positions, table(50), n_groups=groups, **given_, backend=backend
     )
     assert values.dtype == torch.float8_e4m3fn
     assert values.shape == (tokens, groups, 2 * dim)
-    assert scales.shape == (tokens, groups, 2 * dim // 128)
-    exact = turned_back(o, positions, table(50)).view(tokens, groups, dim // 64, 128)
-    amax = exact.abs().amax(-1).clamp(min=1e-10)
+    assert scales.shape == (tokens, groups, 2 * dim // block)
+    exact = turned_back(o, positions, table(50)).view(tokens, groups, 2 * dim // block, block)
+    amax = exact.abs().amax(-1).clamp(min=floor)
     want = torch.exp2(scale_exponent(amax, 448.0).double())
     # Rotated in float32, an amax that lies at a power of two may fall on its other side.
     ratio = amax / 448.0
@@ -233,6 +236,16 @@ FP8 = HEADS.view(2, 2, 256).to(torch.float8_e4m3fn)
             lambda: inverse_rope_fp8_quant(HEADS[..., :96], POSITIONS, TABLE, n_groups=2),
             ValueError,
             "inverse_rope_fp8_quant: o must be .* multiple of 128",
+        ),
+        (
+            lambda: inverse_rope_fp8_quant(HEADS, POSITIONS, TABLE, n_groups=2, quant_block=0),
+            ValueError,
+            "inverse_rope_fp8_quant: quant_block must be >= 1, got 0",
+        ),
+        (
+            lambda: inverse_rope_fp8_quant(HEADS, POSITIONS, TABLE, n_groups=2, amax_floor=0.0),
+            ValueError,
+            "inverse_rope_fp8_quant: amax_floor must be above 0, got 0.0",
         ),
         (
             lambda: grouped_output_projection_fp8(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -71,11 +72,17 @@ def test_projection(backend: str, dtype: torch.dtype, tokens: int) -> None:
     assert_close(got, want, atol=bound, rtol=ulps(dtype, 0.5), scale=magnitude)
 
 
+@pytest.mark.parametrize(("block", "floor"), [(128, 1e-10), (32, 1e-4)])
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quantised_heads(
-    backend: str, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    dtype: torch.dtype,
+    native: bool,
+    block: int,
+    floor: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if native and backend != "triton":
         pytest.skip("only kernels convert in two ways")
@@ -90,17 +97,20 @@ def test_quantised_heads(
     o[0, 0], o[1, 2, 128:] = 0, 1e-13  # below the floor
     o[2] *= torch.exp2(torch.randint(-30, 30, (4, 1)).float())
     positions, table = torch.tensor([0, 49, 7, 1, 30]), angles()
-    codes, scales = inverse_rope_fp8_quant(o, positions, table, n_groups=2, backend=backend)
+    call = functools.partial(
+        inverse_rope_fp8_quant, o, positions, table, n_groups=2, quant_block=block, amax_floor=floor
+    )
+    codes, scales = call(backend=backend)
     assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
-    assert (codes.shape, scales.shape) == ((5, 2, 512), (5, 2, 4))
-    runs = turned_back(o, positions, table).view(5, 2, 4, 128)
-    exponent = torch.ceil(torch.log2(runs.abs().amax(-1).clamp(min=1e-10) / 448))
+    assert (codes.shape, scales.shape) == ((5, 2, 512), (5, 2, 512 // block))
+    runs = turned_back(o, positions, table).view(5, 2, 512 // block, block)
+    exponent = torch.ceil(torch.log2(runs.abs().amax(-1).clamp(min=floor) / 448))
     assert_identical(scales, torch.exp2(exponent).float())
-    got = dequantize_fp8_rows(codes.view(torch.uint8), scales, torch.float64)
+    got = dequantize_fp8_rows(codes.view(torch.uint8), scales, torch.float64, block)
     # An e4m3 has 3 bits after the leading one; below its smallest normal steps are 2^-9.
-    step = scales.double().repeat_interleave(128, -1) * 2.0**-10
+    step = scales.double().repeat_interleave(block, -1) * 2.0**-10
     assert_close(got, runs.flatten(-2), rtol=2.0**-4 + 2.0**-20, atol=1.0, scale=step)
-    reference = inverse_rope_fp8_quant(o, positions, table, n_groups=2, backend="reference")
+    reference = call(backend="reference")
     assert_identical(codes.view(torch.uint8), reference[0].view(torch.uint8), name="codes")
 
 

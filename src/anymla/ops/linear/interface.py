@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.formats.fp8_block import HEAD_AMAX_FLOOR
 from anymla.ops._quantized import QUANT_BLOCKS, check_codes, in_blocks_of, in_blocks_of_128
 from anymla.ops.device import float32_support, has_numba
 from anymla.ops.linear.config import OUT_DTYPES
@@ -280,13 +281,13 @@ def grouped_output_projection(
 
 
 def _quantised(
-    *, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, n_groups: int
+    *, o: Tensor, n_groups: int, quant_block: int = _BLOCK, **_: Any
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = o.shape
     width = heads // n_groups * dim
     return (
         o.new_empty((tokens, n_groups, width), dtype=_FP8),
-        o.new_empty((tokens, n_groups, width // _BLOCK), dtype=torch.float32),
+        o.new_empty((tokens, n_groups, width // quant_block), dtype=torch.float32),
     )
 
 
@@ -297,28 +298,33 @@ def inverse_rope_fp8_quant(
     cos_sin_cache: Tensor,
     *,
     n_groups: int,
+    quant_block: int = _BLOCK,
+    amax_floor: float = HEAD_AMAX_FLOOR,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the heads back and quantise them to FP8 in blocks of 128 channels.
+    """Rotate the heads back and quantise them to FP8 in blocks of channels.
 
     The rotation is float32, without rounding before the quantiser. A block's scale is
-    ``2^ceil(log2(max(amax, 1e-10) / 448))``.
+    ``2^ceil(log2(max(amax, amax_floor) / 448))``.
 
     Args:
-        o: heads, [T, H, D] floating point, H a multiple of n_groups, D a multiple of 128.
+        o: heads, [T, H, D] floating point, H a multiple of n_groups, D a multiple of quant_block.
         positions: positions of the queries, [T] int64.
         cos_sin_cache: rotary table as in ``norm_rope.rope``, [L, R] float32 (or float64); positions
             are clamped to it.
         n_groups: number of groups G that share the heads.
+        quant_block: number of channels that share a scale: 128 in DeepSeek-V4, 32 in V4.1.
+        amax_floor: lower bound of a block's largest magnitude, above 0.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        Codes float8_e4m3fn [T, G, H / G * D], and scales float32 [T, G, H / G * D / 128].
+        Codes float8_e4m3fn [T, G, H / G * D], and scales float32 [T, G, H / G * D / quant_block].
 
     Raises:
         TypeError, ValueError: if a dtype, shape or device is wrong.
 
-    Source: contract of vLLM's fused_inv_rope_fp8_quant.
+    Source: contract of vLLM's fused_inv_rope_fp8_quant; FlashMLA's fused kernel has blocks of 32
+    and the floor 1e-4.
     """
     name = "inverse_rope_fp8_quant"
     dims = check(
@@ -328,7 +334,10 @@ def inverse_rope_fp8_quant(
     )
     check_cos_sin(name, cos_sin_cache, o, dims["D"])
     _require_groups(name, dims["H"], n_groups)
-    require(dims["D"] % _BLOCK == 0, name, "o", "[T, H, D] with D a multiple of 128", dims["D"])
+    require(quant_block >= 1, name, "quant_block", ">= 1", quant_block)
+    require(amax_floor > 0, name, "amax_floor", "above 0", amax_floor)
+    expected = f"[T, H, D] with D a multiple of {quant_block}"
+    require(dims["D"] % quant_block == 0, name, "o", expected, dims["D"])
 
 
 def _projected_fp8(
@@ -430,6 +439,11 @@ for _operation, _backend, _module, _supports in (
     (grouped_output_projection_fp8, "triton", _LAUNCH, triton_grouped_support),
     (inverse_rope_fp8_quant, "reference", "anymla.ops._reference", None),
     (inverse_rope_fp8_quant, "torch", "anymla.ops._torch_norm_rope", None),
-    (inverse_rope_fp8_quant, "triton", "anymla.ops._triton_epilogue", triton_inverse_rope_support),
+    (
+        inverse_rope_fp8_quant,
+        "triton",
+        "anymla.ops._triton_epilogue",
+        in_blocks_of(QUANT_BLOCKS, triton_inverse_rope_support),
+    ),
 ):
     _operation.register_lazy(_backend, _module, supports=_supports)
