@@ -36,7 +36,7 @@ def written(parameter):
 
 def provided(module, name):
     home = importlib.import_module(f"anymla.compat.{module.split('.')[-1]}")
-    return name in vars(home) and module != "flash_mla.fused_norm_rope_attn_rope_cast"
+    return name in vars(home)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,9 @@ def test_what_is_provided():
             "flash_attn_varlen_func", "flash_mla_sparse_fwd", "flash_mla_with_kvcache",
             "get_mla_decoding_metadata", "get_mla_metadata", "has_legacy",
         ],
-        "flash_mla.fused_norm_rope_attn_rope_cast": [],
+        "flash_mla.fused_norm_rope_attn_rope_cast": [
+            "decode", "permute_q_b_proj", "permute_wv_proj", "prefill",
+        ],
         "deep_gemm": [
             "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "fp8_fp4_paged_sparse_mqa_logits",
             "fp8_fp4_sparse_mqa_logits", "get_mqa_logits_metadata", "get_num_sms",

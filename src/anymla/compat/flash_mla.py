@@ -2,7 +2,7 @@
 
 The functions have FlashMLA's parameters and results, on every device that anymla supports;
 docs/compat.md lists the differences. Numbers of heads, top-k widths, page sizes and page strides
-are free. The dense functions and the fused ones are not provided.
+are free. The dense functions are not provided.
 
 Source of the contract: the public interface, documentation and tests of FlashMLA
 (github.com/deepseek-ai/FlashMLA) and of its fork sgl-flash-mla 1.0.0, which has the kernels of
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from anymla.compat import fused_norm_rope_attn_rope_cast
+from anymla.compat._caches import cache_of
 from anymla.compat._dense import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -28,15 +29,6 @@ from anymla.compat._scheduling import (
     FlashMLASchedMeta,
     get_mla_decoding_metadata,
     get_mla_metadata,
-)
-from anymla.formats.page_layout import (
-    MAIN_FP8,
-    V32_FP8,
-    V41_COMPRESSED_NVFP4,
-    V41_COMPRESSED_NVFP4_SPLIT,
-    V41_MAIN_FP8,
-    V41_MAIN_FP8_SPLIT,
-    get_layout,
 )
 from anymla.ops.attention import CacheRows, sparse_attention, sparse_attention_rows
 from anymla.ops.registry import FLOAT32_UP, FLOATS, INT32, check, require
@@ -58,19 +50,6 @@ __all__ = [
 # Version of the interface, with a suffix that names this implementation.
 __version__ = "1.0.0+anymla"
 
-# Formats by FlashMLA's names. In V4.1's pages the scales follow each entry since September 2026; in
-# the older, now legacy, kernels a page held all values and then all scales.
-_FORMATS = {
-    "V4": MAIN_FP8,
-    "V32": V32_FP8,
-    "V41": V41_MAIN_FP8,
-    "V41_FP4": V41_COMPRESSED_NVFP4,
-}
-_LEGACY_FORMATS = _FORMATS | {
-    "V41": V41_MAIN_FP8_SPLIT,
-    "V41_FP4": V41_COMPRESSED_NVFP4_SPLIT,
-}
-_OTHER_FORMATS = ("V32_NO_ROPE",)
 _LOG2_E = 1 / math.log(2)
 
 
@@ -179,7 +158,7 @@ def flash_mla_with_kvcache(
             out=(out, "b s H V", q.dtype),
         )
     batch, queries = q.shape[:2]
-    cache, layout = _cache(name, "k_cache", k_cache, use_legacy, kv_format)
+    cache, layout = cache_of(name, "k_cache", k_cache, use_legacy, kv_format)
     extra_indices = extra_indices_in_kvcache
     both = (extra_k_cache is None) == (extra_indices is None)
     expected = "given together with extra_k_cache"
@@ -188,7 +167,7 @@ def flash_mla_with_kvcache(
     lengths, extra_lengths = _each(topk_length, queries), _each(extra_topk_length, queries)
     rows = [CacheRows(cache, layout, indices.flatten(0, 1), lengths)]
     if extra_k_cache is not None and extra_indices is not None:
-        extra_cache, layout = _cache(name, "extra_k_cache", extra_k_cache, use_legacy)
+        extra_cache, layout = cache_of(name, "extra_k_cache", extra_k_cache, use_legacy)
         rows.append(CacheRows(extra_cache, layout, extra_indices.flatten(0, 1), extra_lengths))
     else:
         got, expected = "a tensor", "None without extra_k_cache"
@@ -295,32 +274,6 @@ def _moved_out(name: str, given: Tensor, out: Tensor | None) -> Tensor:
     """Return ``out`` if it is given at the position that it had in older builds."""
     require(out is None, name, "out", "given once", "two tensors")
     return given
-
-
-def _cache(
-    name: str, argument: str, cache: Tensor, legacy: bool, kv_format: str | None = None
-) -> tuple[Tensor, str]:
-    """Return a cache as bytes, and its layout by the width of its entries and its format."""
-    if not isinstance(cache, Tensor) or cache.dtype.itemsize != 1:
-        kind = cache.dtype if isinstance(cache, Tensor) else type(cache).__name__
-        raise TypeError(f"{name}: {argument} must be a tensor of bytes (FP8 rows), got {kind}")
-    formats = _LEGACY_FORMATS if legacy else _FORMATS
-    if kv_format is not None:
-        if kv_format in _OTHER_FORMATS:
-            raise NotImplementedError(
-                f"anymla.compat.flash_mla: {name} with kv_format={kv_format!r} is not provided; "
-                f"the formats are {', '.join(formats)}"
-            )
-        known = kv_format in formats
-        require(known, name, "kv_format", f"None or one of {', '.join(formats)}", repr(kv_format))
-        formats = {kv_format: formats[kv_format]}
-    layouts = {get_layout(layout).row_elements: layout for layout in formats.values()}
-    found = layouts.get(cache.shape[-1]) if cache.ndim == 4 else None
-    if found is None:
-        rows = " or ".join(f"[P, B, 1, {width}]" for width in layouts)
-        told = "" if kv_format is None else f" for kv_format={kv_format!r}"
-        raise ValueError(f"{name}: {argument} must be {rows}{told}, got {list(cache.shape)}")
-    return cache.view(torch.uint8), found
 
 
 def _each(lengths: Tensor | None, queries: int) -> Tensor | None:
