@@ -1,8 +1,8 @@
 """Time the gradients of prefill attention in several tiles, and check them on the device first.
 
 ``python -m lab.backward_tiles [ROWS.jsonl]`` prints a table and stops beginning variants after
-``--seconds``. Rows are 4,096 queries at the end of a sequence; neighbours select alike, as a
-trained indexer does.
+``--seconds``. With ``--cudnn`` the chosen tile is timed next to cuDNN frontend, on the same inputs.
+Rows are 4,096 queries at the end of a sequence; neighbours select alike, as a trained indexer does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from anymla.ops.attention import triton_prefill_backward_launch as launch
 from anymla.ops.attention.prefill_backward_config import BackwardConfig, choose_config
 from anymla.ops.device import target_of
 from anymla.testing.tolerance import relative_l2
+from lab.peers.cudnn import CudnnFrontend
 
 WINDOW, ENTRIES, CHANNELS = 128, 8192, 512
 
@@ -147,10 +148,12 @@ def measured(
     channels: int = CHANNELS,
     *,
     alone: bool = False,
+    peer: CudnnFrontend | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each shape and way, until the time is over; ``alone`` omits other tiles.
 
-    Rows of the chosen tile say how far dq, drows and dsink are from torch's, as relative L2.
+    Rows of the chosen tile say how far dq, drows and dsink are from torch's, as relative L2, and
+    with a peer also its time and distances.
     """
     from triton.runtime.errors import OutOfResources
 
@@ -164,6 +167,7 @@ def measured(
             *((tile, {}) for tile in ([chosen] if alone else tiles(chosen))),
         ]  # fmt: skip
         want = call.run("torch")
+        theirs = {} if peer is None else _beside(clock, peer.gradients(call), want)
         for tile, more in sorted(ways, key=lambda way: way != (chosen, {})):
             if time.monotonic() - began > seconds:
                 return
@@ -181,28 +185,45 @@ def measured(
                 "part": "gradients of prefill attention", "case": str(shape),
                 "tile": dataclasses.astuple(tile), "chosen": tile == chosen, **more,
                 "us": round(taken, 1), "tflops": round(shape.flop / taken / 1e6, 1), **apart,
+                **(theirs if (tile, more) == (chosen, {}) else {}),
             }  # fmt: skip
         del call, want
         clock.release()
+
+
+def _beside(clock: Any, run: Callable[[], Any], want: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """Return fields of a peer's gradients: its time, and how far they are from torch's."""
+    errors = list(itertools.starmap(relative_l2, zip(run(), want, strict=True)))
+    taken = clock.time_us([run] * 2, repetitions=5)
+    return {
+        "cudnn_frontend_us": round(taken, 1),
+        "cudnn_frontend_relative_l2": [float(f"{one:.2g}") for one in errors],
+    }
 
 
 @click.command()
 @click.argument("path", type=Path, required=False)
 @click.option("--seconds", default=170.0, show_default=True, help="Begin nothing after so long.")
 @click.option("--chosen", is_flag=True, help="Time the chosen tiles only.")
-def main(path: Path | None, seconds: float, chosen: bool) -> None:
+@click.option("--cudnn", is_flag=True, help="Next to cuDNN frontend.")
+def main(path: Path | None, seconds: float, chosen: bool, cudnn: bool) -> None:
     """Check small gradients, then print the times of all variants, and keep them in a file."""
+    peer = CudnnFrontend() if cudnn else None
+    if peer is not None:
+        peer.require("--cudnn")
     clock = gpu_clock()
     facts = environment("python -m lab.backward_tiles") | device_facts()
+    facts |= {} if peer is None else {peer.name: peer.version()}
     for shape in (Shape(64, 160, tokens=64), Shape(20, 0, 40, tokens=64)):
         print(*checked(clock.device, shape), sep="\n", flush=True)
-    for row in measured(clock.device, clock, seconds=seconds, alone=chosen):
+    for row in measured(clock.device, clock, seconds=seconds, alone=chosen, peer=peer):
         way = [f"{name}={row[name]}" for name in ("deterministic", "gradients") if name in row]
         tile = "x".join(map(str, row["tile"][:5])) + " (chosen)" * row["chosen"]
         print(
             f"{row['case']:24s} {tile:38s} {row['us']:9.1f} us {row['tflops']:6.1f} TFLOP/s",
             *way,
             row.get("relative_l2", ""),
+            *(f"cuDNN frontend {us} us" for us in [row.get("cudnn_frontend_us")] if us),
             flush=True,
         )
         if path is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.ops.step_indices import combine_topk_swa_indices
 from anymla.testing.tolerance import relative_l2
-from lab.peers.flash_mla import padded_heads
+from lab.peers.flash_mla import FlashMla, padded_heads
 
 PART, LISTS = "attention during prefill", "flash_mla_sparse_fwd"
 WINDOW = 128
@@ -43,6 +43,17 @@ _PIPELINE_LEAST, _LISTS_LEAST = 1.2, 1.05
 
 # (q [T, H, 512], rows [N, 512], indices [T, K], lengths [T], sink [H]) -> out
 Peer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# Peers by what the names of their fields begin with.
+Peers = Mapping[str, Peer]
+
+
+def prefill_peers(builds: Sequence[FlashMla]) -> Peers:
+    """Return the calls of builds of FlashMLA; recorded rows name its own fields ``peer``."""
+    return {"peer" if each.name == "flash_mla" else each.name: each.rows for each in builds}
+
+
+def _fields(peers: Peers) -> list[str]:
+    return [f"{name}_us" for name in peers]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,10 +249,10 @@ def _least(case: PrefillCase) -> float:
     return 1.05
 
 
-def cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer | None) -> Iterator[Case]:
+def cases(chosen: Iterable[PrefillCase], backend: str, peers: Peers) -> Iterator[Case]:
     """Yield cases of attention for a chunk of prefill.
 
-    ``us`` and ``peer_us`` time attention, ``fp8_us`` attention that rotates and quantises its
+    ``us`` and a peer's ``_us`` time attention, ``fp8_us`` attention that rotates and quantises its
     output, ``pass_us`` the separate pass that does the same to a finished output, and ``decode_us``
     the filling of the workspace. Queries and outputs exceed the caches, so that each call of a
     graph finds them in memory; the rows of a chunk stay cached, as they do from query to query.
@@ -251,16 +262,14 @@ def cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer | None) -> Ite
         yield Case(
             PART,
             case.label,
-            functools.partial(_subjects, case, backend, peer),
+            functools.partial(_subjects, case, backend, peers),
             {"backend": backend},
-            functools.partial(_row, case),
+            functools.partial(_row, case, _fields(peers)),
             _SEED,
         )
 
 
-def _subjects(
-    case: PrefillCase, backend: str, peer: Peer | None, clock: Clock
-) -> Iterator[Subject]:
+def _subjects(case: PrefillCase, backend: str, peers: Peers, clock: Clock) -> Iterator[Subject]:
     call = Call(case, clock.device)
     timed = functools.partial(Subject, repetitions=12)
     ours = functools.partial(call.ours, backend)
@@ -277,16 +286,21 @@ def _subjects(
     yield timed("decode_us", [call.decode] * 2)
     yield timed("fp8_us", [functools.partial(call.quantised, backend)] * 2)
     yield timed("pass_us", [call.separate_pass] * 2)
-    if peer is not None:
+    for name, peer in peers.items():
         theirs = call.peer(peer)
-        yield timed("peer_us", [theirs] * 2, before=lambda: {"peer_error": call.error(theirs())})
+        error = functools.partial(_error_of, call, f"{name}_error", theirs)
+        yield timed(f"{name}_us", [theirs] * 2, before=error)
 
 
-def _row(case: PrefillCase, values: Values) -> tuple[Values, Verdict]:
-    if "peer_us" in values:
-        apart = values["peer_us"] + values["pass_us"]
-        values["fp8_ratio"] = apart / values["fp8_us"]
-    return beside("us", "peer_us", _least(case), f"{_least(case)}x")(values)
+def _error_of(call: Call, field: str, theirs: Callable[[], Tensor]) -> Values:
+    return {field: call.error(theirs())}
+
+
+def _row(case: PrefillCase, fields: Sequence[str], values: Values) -> tuple[Values, Verdict]:
+    times = [values[field] for field in fields if field in values]
+    if times:
+        values["fp8_ratio"] = (min(times) + values["pass_us"]) / values["fp8_us"]
+    return beside("us", fields, _least(case), f"{_least(case)}x")(values)
 
 
 class GatherThenAttend:
@@ -350,29 +364,30 @@ def pipeline(call: Call, backend: str, end: str) -> Callable[[], object]:
     return run
 
 
-def pipeline_cases(chosen: Iterable[PrefillCase], backend: str, peer: Peer) -> Iterator[Case]:
+def pipeline_cases(chosen: Iterable[PrefillCase], backend: str, peers: Peers) -> Iterator[Case]:
     """Yield cases of the pipelines from FP8 pages to bfloat16 and to FP8 heads."""
     for case in chosen:
         for end in ("bf16", "fp8"):
             yield Case(
                 f"prefill from FP8 pages to {end} heads",
                 case.label,
-                functools.partial(_pipeline, case, backend, peer, end),
+                functools.partial(_pipeline, case, backend, peers, end),
                 {"backend": backend},
-                beside("us", "peer_us", _PIPELINE_LEAST, f"{_PIPELINE_LEAST}x"),
+                beside("us", _fields(peers), _PIPELINE_LEAST, f"{_PIPELINE_LEAST}x"),
                 _SEED,
             )
 
 
 def _pipeline(
-    case: PrefillCase, backend: str, peer: Peer, end: str, clock: Clock
+    case: PrefillCase, backend: str, peers: Peers, end: str, clock: Clock
 ) -> Iterator[Subject]:
     call = Call(case, clock.device)
-    other = GatherThenAttend(call, peer)
     timed = functools.partial(Subject, repetitions=12)
     yield timed("us", [pipeline(call, backend, end)] * 2, before=lambda: {"rows": len(call.rows)})
-    yield timed("peer_us", [other.attend if end == "bf16" else other.quantised] * 2)
-    yield timed("lists_us", [other.lists] * 2)
+    others = {name: GatherThenAttend(call, peer) for name, peer in peers.items()}
+    for name, other in others.items():
+        yield timed(f"{name}_us", [other.attend if end == "bf16" else other.quantised] * 2)
+    yield timed("lists_us", [next(iter(others.values())).lists] * 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,20 +411,20 @@ LISTED = tuple(
 )
 
 
-def listed_cases(chosen: Iterable[ListedRows], backend: str, peer: Peer | None) -> Iterator[Case]:
+def listed_cases(chosen: Iterable[ListedRows], backend: str, peers: Peers) -> Iterator[Case]:
     """Yield cases of ``sparse_attention_rows`` called like ``flash_mla_sparse_fwd``."""
     for shape in chosen:
         yield Case(
             LISTS,
             shape.label,
-            functools.partial(_listed, shape, backend, peer),
+            functools.partial(_listed, shape, backend, peers),
             {"backend": backend},
-            beside("us", "peer_us", _LISTS_LEAST, f"{_LISTS_LEAST}x"),
+            beside("us", _fields(peers), _LISTS_LEAST, f"{_LISTS_LEAST}x"),
             _SEED,
         )
 
 
-def _listed(shape: ListedRows, backend: str, peer: Peer | None, clock: Clock) -> Iterator[Subject]:
+def _listed(shape: ListedRows, backend: str, peers: Peers, clock: Clock) -> Iterator[Subject]:
     device, tokens, heads, width = clock.device, shape.tokens, shape.heads, shape.width
     q = torch.randn((tokens, heads, 512), device=device).bfloat16()
     kv = torch.randn((shape.rows, 512), device=device).bfloat16()
@@ -423,6 +438,6 @@ def _listed(shape: ListedRows, backend: str, peer: Peer | None, clock: Clock) ->
     )  # fmt: skip
     flops = 4 * tokens * heads * 512 * width
     yield Subject("us", [ours] * 2, 10, after=lambda us: {"teraflops": flops / us * 1e-6})
-    if peer is not None:
+    for name, peer in peers.items():
         theirs = functools.partial(peer, q, kv, lists, lengths, sink)
-        yield Subject("peer_us", [theirs] * 2, 10)
+        yield Subject(f"{name}_us", [theirs] * 2, 10)

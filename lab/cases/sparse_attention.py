@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -333,6 +333,16 @@ class DecodeInputs:
         """Make a subject of calls of attention, whose error is measured before they are timed."""
         return Subject(field, calls, before=lambda: {error: self.error(calls[0]())}, **more)
 
+    def beside(self, peers: Sequence[FlashMla]) -> Iterator[Subject]:
+        """Make subjects of builds of FlashMLA on the same inputs."""
+        for peer, field in zip(peers, decode_fields(peers), strict=True):
+            yield self.checked(peer.decode(self), field, f"{peer.name}_error")
+
+
+def decode_fields(peers: Sequence[FlashMla]) -> list[str]:
+    """Return the names of the fields that hold the peers' microseconds."""
+    return [f"{peer.name}_microseconds" for peer in peers]
+
 
 def compile_ahead(
     chosen: Iterable[Decode], backend: str, device: torch.device, *, planned: bool = False
@@ -358,14 +368,14 @@ def first_result(
 
 
 def decode_cases(
-    chosen: Iterable[Decode], backend: str, peer: FlashMla | None, *, planned: bool = False
+    chosen: Iterable[Decode], backend: str, peers: Sequence[FlashMla], *, planned: bool = False
 ) -> Iterator[Case]:
-    """Yield cases of decode attention, beside FlashMLA if it is given.
+    """Yield cases of decode attention, beside the given builds of FlashMLA.
 
     Args:
         chosen: shapes, all of one model.
         backend: backend of ``sparse_attention`` to measure.
-        peer: FlashMLA's operations, or None.
+        peers: builds of FlashMLA, whose fastest counts.
         planned: True to share out work once for all calls.
     """
     for shape in chosen:
@@ -378,15 +388,15 @@ def decode_cases(
         yield Case(
             part,
             shape.label,
-            functools.partial(_decode, shape, backend, peer, planned),
+            functools.partial(_decode, shape, backend, peers, planned),
             shape.fields | {"backend": backend} | ({"planned": True} if planned else {}),
-            beside("microseconds", "flash_mla_microseconds", least, words),
+            beside("microseconds", decode_fields(peers), least, words),
             seed,
         )
 
 
 def _decode(
-    shape: Decode, backend: str, peer: FlashMla | None, planned: bool, clock: Clock
+    shape: Decode, backend: str, peers: Sequence[FlashMla], planned: bool, clock: Clock
 ) -> Iterator[Subject]:
     inputs = DecodeInputs.draw(shape, clock.device)
 
@@ -399,8 +409,7 @@ def _decode(
 
     ours = inputs.attention(backend, planned=planned)
     yield inputs.checked(ours, "microseconds", "error", after=after)
-    if peer is not None:
-        yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")
+    yield from inputs.beside(peers)
 
 
 def portable_cases(chosen: Iterable[Decode], peer: VllmXpu) -> Iterator[Case]:
@@ -423,27 +432,27 @@ def _portable(shape: Decode, peer: VllmXpu, clock: Clock) -> Iterator[Subject]:
 
 
 def fp8_heads_cases(
-    chosen: Iterable[Decode], backend: str, peer: FlashMla | None
+    chosen: Iterable[Decode], backend: str, peers: Sequence[FlashMla]
 ) -> Iterator[Case]:
     """Yield cases that time attention alone, with its epilogue as a second step, and fused."""
     for shape in chosen:
         yield Case(
             FP8_HEADS,
             f"{shape.label}, FP8 heads",
-            functools.partial(_fp8_heads, shape, backend, peer),
+            functools.partial(_fp8_heads, shape, backend, peers),
             shape.fields | {"backend": backend},
-            _no_slower_than_apart,
+            functools.partial(_no_slower_than_apart, decode_fields(peers)),
         )
 
 
-def _no_slower_than_apart(values: Values) -> tuple[Values, Verdict]:
-    values, _ = beside("microseconds", "flash_mla_microseconds", 0.0, "")(values)
+def _no_slower_than_apart(theirs: Sequence[str], values: Values) -> tuple[Values, Verdict]:
+    values, _ = beside("microseconds", theirs, 0.0, "")(values)
     met = values["same_bytes"] and values["microseconds"] <= values["apart_microseconds"]
     return values, ("the bytes of separate kernels, in no more time", met)
 
 
 def _fp8_heads(
-    shape: Decode, backend: str, peer: FlashMla | None, clock: Clock
+    shape: Decode, backend: str, peers: Sequence[FlashMla], clock: Clock
 ) -> Iterator[Subject]:
     inputs = DecodeInputs.draw(shape, clock.device)
     count = shape.batch * shape.rows
@@ -468,6 +477,6 @@ def _fp8_heads(
     yield Subject("attention_microseconds", attention)
     yield Subject("apart_microseconds", apart)
     yield Subject("microseconds", fused, after=same_bytes)
-    if peer is not None and shape.heads >= _PEER_HEADS:
+    for peer in peers if shape.heads >= _PEER_HEADS else ():
         theirs = [functools.partial(with_epilogue, call) for call in peer.decode(inputs)]
-        yield Subject("flash_mla_microseconds", theirs)
+        yield Subject(f"{peer.name}_microseconds", theirs)

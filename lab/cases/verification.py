@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from anymla.ops.attention.decode_shapes import FLASH_DECODE
 from anymla.ops.attention.plan import decoding_pays_in_steps
 from anymla.ops.device import target_of
 from anymla.ops.streams import scratch_scope
-from lab.cases.sparse_attention import Decode, DecodeInputs, first_result
+from lab.cases.sparse_attention import Decode, DecodeInputs, decode_fields, first_result
 from lab.peers.flash_mla import FlashMla
 
 PART = "attention of verification steps beside FlashMLA"
@@ -221,19 +221,19 @@ def _rows(shape: Verification, device: torch.device) -> tuple[Tensor, Tensor | N
 
 
 def verification_cases(
-    chosen: Iterable[Verification], backend: str, peer: FlashMla | None
+    chosen: Iterable[Verification], backend: str, peers: Sequence[FlashMla]
 ) -> Iterator[Case]:
-    """Yield cases of verification as layers run it, the other way, and by FlashMLA if given."""
+    """Yield cases of verification as layers run it, the other way, and by builds of FlashMLA."""
     for shape in chosen:
         least = _LEAST_CHOSEN if shape.chosen else _LEAST
         yield Case(
             PART,
             shape.label,
-            functools.partial(_verification, shape, backend, peer),
+            functools.partial(_verification, shape, backend, peers),
             shape.fields | {"backend": backend},
             beside(
                 "microseconds",
-                "flash_mla_microseconds",
+                decode_fields(peers),
                 least,
                 f"at least {least:g} times FlashMLA's speed",
             ),
@@ -241,7 +241,7 @@ def verification_cases(
 
 
 def _verification(
-    shape: Verification, backend: str, peer: FlashMla | None, clock: Clock
+    shape: Verification, backend: str, peers: Sequence[FlashMla], clock: Clock
 ) -> Iterator[Subject]:
     inputs = VerificationInputs.of(shape, clock.device)
     ways = inputs.ways(backend, chosen=shape.chosen)
@@ -253,8 +253,7 @@ def _verification(
     for name, (attend, quantized) in ways.items():
         yield inputs.checked(attend, f"{name}_microseconds", f"{name}_error")
         yield Subject(f"{name}_quantized_microseconds", quantized)
-    if peer is not None:
-        yield inputs.checked(peer.decode(inputs), "flash_mla_microseconds", "flash_mla_error")
+    yield from inputs.beside(peers)
 
 
 def _way(shape: Verification, sm_count: int) -> str:

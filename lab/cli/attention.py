@@ -28,7 +28,7 @@ from anymla.cli.numbers import count
 )
 @json_option
 @click.option("--backend", default="gluon_sm90", show_default=True, help="Of sparse_attention.")
-@click.option("--flash-mla", is_flag=True, help="Next to FlashMLA, which must be importable.")
+@click.option("--flash-mla", is_flag=True, help="Next to FlashMLA and sgl-flash-mla.")
 @click.option(
     "--vllm-xpu", is_flag=True, help="Instead: portable Triton next to vLLM's path for Intel XPU."
 )
@@ -56,7 +56,11 @@ def attention(
     planned: bool,
     heads: tuple[int, ...],
 ) -> None:
-    """Time attention during decoding on the GPU, over the paged FP8 caches."""
+    """Time attention during decoding on the GPU, over the paged FP8 caches.
+
+    Ratios are to the fastest of the builds of FlashMLA that are here, installed or in a folder that
+    the environment variable ANYMLA_PEERS names.
+    """
     import torch
 
     from anymla.ops.attention import sparse_attention
@@ -65,8 +69,9 @@ def attention(
     from lab.cases import sparse_attention as family
     from lab.cases import v41_attention as v41_rows
     from lab.cases import verification as steps
-    from lab.peers import Peer
+    from lab.peers import Peer, present_peers
     from lab.peers.flash_mla import FlashMla
+    from lab.peers.sgl_flash_mla import SglFlashMla
     from lab.peers.vllm import VllmXpu
 
     if vllm_xpu + v32 + v41 + fused_end + verification + (drawn is not None) > 1:
@@ -105,28 +110,26 @@ def attention(
         sorted({shape.heads for shape in every}),
     )
     require_gpu()
-    peers: list[Peer] = []
-    module = None
+    builds: list[FlashMla] = []
     if flash_mla:
-        module = FlashMla()
-        module.require("--flash-mla")
-        peers = [module]
+        builds = present_peers("--flash-mla", [FlashMla(), SglFlashMla()])
+    peers: list[Peer] = [*builds]
     if vllm_xpu:
         path = VllmXpu()
         path.require("--vllm-xpu")
         peers, cases = [path], family.portable_cases(chosen, path)
     elif verification:
-        cases = steps.verification_cases(chosen, backend, module)
+        cases = steps.verification_cases(chosen, backend, builds)
     elif v41:
         cases = v41_rows.v41_cases(chosen, backend)
     elif fused_end:
-        cases = family.fp8_heads_cases(chosen, backend, module)
+        cases = family.fp8_heads_cases(chosen, backend, builds)
     elif schedules:
         cases = decode_schedules.schedule_cases(chosen, target_of(torch.device("cuda")).sm_count)
     else:
         if drawn is not None:
             family.compile_ahead(chosen, backend, torch.device("cuda"), planned=planned)
-        cases = family.decode_cases(chosen, backend, module, planned=planned)
+        cases = family.decode_cases(chosen, backend, builds, planned=planned)
     hidden = decode_schedules.IN_LABEL if schedules else family.IN_LABEL
     measure(cases, json_file, peers=peers, hidden=steps.IN_LABEL if verification else hidden)
 

@@ -23,26 +23,30 @@ from anymla.cli.bench_rows import (
     "--backend", default="gluon_sm90", show_default=True, help="Of attention during prefill."
 )
 @click.option("--long", is_flag=True, help="Also 32,768 queries at once.")
-@click.option("--flash-mla", is_flag=True, help="Next to FlashMLA, which must be importable.")
+@click.option("--flash-mla", is_flag=True, help="Next to FlashMLA and sgl-flash-mla.")
 def prefill(json_file: Path | None, backend: str, long: bool, flash_mla: bool) -> None:
     """Time attention during prefill on the GPU, with decoded rows as they are within a chunk.
 
-    Beside FlashMLA also from FP8 pages to the output projection, and rows by lists alone.
+    Ratios are to the fastest of the builds of FlashMLA that are here, installed or in a folder that
+    the environment variable ANYMLA_PEERS names. Beside them also from FP8 pages to the output
+    projection, and rows by lists alone.
     """
     from anymla.bench.runner import Case
     from anymla.ops.attention import prefill_attention
     from lab.cases import prefill_attention as family
+    from lab.peers import present_peers
     from lab.peers.flash_mla import FlashMla
+    from lab.peers.sgl_flash_mla import SglFlashMla
 
     require_known("--backend", [backend], prefill_attention.backends)
     require_gpu()
-    peers = [FlashMla()] if flash_mla else []
-    for peer in peers:
-        peer.require("--flash-mla")
-    rows = peers[0].rows if peers else None
+    peers: list[FlashMla] = []
+    if flash_mla:
+        peers = present_peers("--flash-mla", [FlashMla(), SglFlashMla()])
+    rows = family.prefill_peers(peers)
     shapes = family.SHAPES + family.LONG_SHAPES if long else family.SHAPES
     cases: Iterator[Case] = family.cases(shapes, backend, rows)
-    if rows is not None:
+    if rows:
         cases = itertools.chain(
             cases,
             family.pipeline_cases(family.PIPELINES, backend, rows),

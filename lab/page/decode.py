@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lab.page.reading import flash_mla_us
 from lab.page.rows import Row, case_of, of_part, source
 from lab.page.table import Table, blocks
 
@@ -22,7 +23,7 @@ def _v32(rows: Sequence[Row]) -> Table:
     body = [
         [
             case_of(row),
-            f"{row['flash_mla_microseconds']:.1f}",
+            f"{flash_mla_us(row):.1f}",
             f"{row['microseconds']:.1f}",
             f"{'' if row.get('met') else '!'}{row['ratio']:.2f}",
             f"{row['teraflops']:.0f}",
@@ -69,5 +70,5 @@ def _end(rows: Sequence[Row]) -> Table:
 
 
 def _peer(row: Row) -> str:
-    peer = row.get("flash_mla_microseconds")
+    peer = flash_mla_us(row)
     return "" if peer is None else f"{peer:.1f}"

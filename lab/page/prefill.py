@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from lab.page.reading import microseconds
+from lab.page.reading import flash_mla_us, microseconds
 from lab.page.rows import Row, case_of, of_part, source
 from lab.page.table import Table, blocks
 
@@ -28,18 +28,18 @@ def prefill_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _attention(rows: Sequence[Row]) -> Table:
-    used = [row for row in of_part(rows, _ATTENTION) if "peer_us" in row and _shape(row)]
+    used = [row for row in of_part(rows, _ATTENTION) if flash_mla_us(row) and _shape(row)]
     shares = all("roofline_us" in row for row in used)
     body = [
         [
             *(_shape(row) or ()),
             f"{microseconds(row['us'])} ({row['teraflops']:.0f})",
             *([f"{row['roofline_us'] / row['us']:.0%}"] if shares else []),
-            microseconds(row["peer_us"]),
+            microseconds(_theirs(row)),
             _times(row["ratio"], row.get("target")),
-            f"{row['error']:.2e}, {row['peer_error']:.2e}",
+            f"{row['error']:.2e}, {_their_error(row):.2e}",
             microseconds(row["fp8_us"]),
-            microseconds(row["peer_us"] + row["pass_us"]),
+            microseconds(_theirs(row) + row["pass_us"]),
             _times(row["fp8_ratio"]),
         ]
         for row in used
@@ -67,7 +67,7 @@ def _pipeline(rows: Sequence[Row]) -> Table:
             for row in (plain, quantised)
             for text in (
                 microseconds(row["us"]),
-                microseconds(row["peer_us"]),
+                microseconds(_theirs(row)),
                 _times(row["ratio"], row.get("target")),
             )
         ]
@@ -79,18 +79,28 @@ def _pipeline(rows: Sequence[Row]) -> Table:
 
 
 def _lists(rows: Sequence[Row]) -> Table:
-    used = [row for row in of_part(rows, _LISTS) if "peer_us" in row]
+    used = [row for row in of_part(rows, _LISTS) if flash_mla_us(row)]
     body = [
         [
             case_of(row),
             microseconds(row["us"]),
-            microseconds(row["peer_us"]),
+            microseconds(_theirs(row)),
             _times(row["ratio"], row.get("target")),
         ]
         for row in used
     ]
     head = ["rows by lists", "us", "FlashMLA us", "times"]
     return Table(head, body, source(used))
+
+
+def _theirs(row: Row) -> float:
+    us = flash_mla_us(row)
+    assert us is not None
+    return us
+
+
+def _their_error(row: Row) -> float:
+    return float(row["peer_error" if "peer_error" in row else "sgl_flash_mla_error"])
 
 
 def _shape(row: Row) -> list[str] | None:

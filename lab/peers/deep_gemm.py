@@ -1,4 +1,8 @@
-"""DeepGEMM: FP8 products, and the indexer's scores, which torch or vLLM selects from."""
+"""DeepGEMM: FP8 products, and the indexer's scores, which torch or vLLM selects from.
+
+Its functions of scores have new names and arguments since 2.8, which sgl-deep-gemm 0.2.5 has; vLLM
+0.26 ships 2.5.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +42,20 @@ class DeepGemm(Peer):
         cache = given.cache.unsqueeze(2)
 
         def call(_: bool) -> Tensor:
-            logits: Tensor = self.module.fp8_paged_mqa_logits(
-                q, cache, given.weights, lengths, given.table, plan, shape.keys, False
+            return self._paged_logits(
+                q, cache, given.weights, lengths, given.table, plan, shape.keys
             )
-            return logits
 
         return call
+
+    def _paged_logits(self, *given: Any) -> Tensor:
+        """Return scores over pages; those of entries that are not visible may be anything."""
+        logits: Tensor
+        if hasattr(self.module, "fp8_paged_mqa_logits"):
+            logits = self.module.fp8_paged_mqa_logits(*given, False)
+        else:
+            logits = self.module.fp8_fp4_paged_mqa_logits(*given)
+        return logits
 
     def _prefill(self, given: Inputs) -> Scores:
         page, width = given.cache.shape[1], given.q.shape[-1]
@@ -52,10 +64,21 @@ class DeepGemm(Peer):
         scale = pages[:, page * width :].contiguous().view(torch.float32).view(-1)
         starts = torch.zeros_like(given.lengths)
 
+        ends = given.lengths
+
         def call(clean: bool) -> Tensor:
-            logits: Tensor = self.module.fp8_mqa_logits(
-                given.q, (keys, scale), given.weights, starts, given.lengths, clean
+            logits: Tensor
+            if hasattr(self.module, "fp8_mqa_logits"):
+                logits = self.module.fp8_mqa_logits(
+                    given.q, (keys, scale), given.weights, starts, ends, clean
+                )
+                return logits
+            logits = self.module.fp8_fp4_mqa_logits(
+                given.q, (keys, scale), given.weights, starts, ends, len(keys)
             )
+            if clean:  # what 2.5 does in a kernel of its own
+                place = torch.arange(logits.shape[1], device=logits.device)
+                logits.masked_fill_(place >= ends[:, None], -torch.inf)
             return logits
 
         return call
@@ -108,9 +131,9 @@ class DeepGemm(Peer):
             everyone = torch.arange(tokens, dtype=torch.int32, device=q.device)
             plans[key] = self._plan(lengths, index_cache.shape[1]), everyone, everyone >= 0
         plan, everyone, is_valid = plans[key]
-        logits = self.module.fp8_paged_mqa_logits(
+        logits = self._paged_logits(
             q.unsqueeze(1), index_cache.unsqueeze(2), weights, lengths, block_table, plan,
-            max_context, False,
+            max_context,
         )  # fmt: skip
         out.copy_(logits.topk(k).indices)
         where = compute_global_topk_indices_and_lens(

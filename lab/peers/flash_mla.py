@@ -27,7 +27,10 @@ class FlashMla(Peer):
     """FlashMLA's functions, as vLLM ships them or by themselves."""
 
     name, title = "flash_mla", "FlashMLA"
-    modules = ("vllm.third_party.flashmla.flash_mla_interface", "flash_mla")
+    modules: tuple[str, ...] = (
+        "vllm.third_party.flashmla.flash_mla_interface",
+        "flash_mla",
+    )
 
     def decode(self, inputs: DecodeInputs) -> list[Callable[[], Tensor]]:
         """Make calls of FlashMLA's decode, one for each set of lists."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops.moe import swiglu
+from lab.peers import find_module, library_version, operations
 from lab.peers.experts import BFLOAT16_BOUND, ExpertsPeer, Run, Weights, stacked
 
 # vLLM's number of an e2m1 code, in the order of its fields: exponent, mantissa, sign, and so on.
@@ -33,7 +32,7 @@ class Marlin(ExpertsPeer):
     note = "activations bfloat16; SwiGLU between the products is this package's kernel"
 
     def __init__(
-        self, library: Path | None = None, find: Callable[[str], Any] = importlib.import_module
+        self, library: Path | None = None, find: Callable[[str], Any] = find_module
     ) -> None:
         """Import nothing yet.
 
@@ -48,8 +47,7 @@ class Marlin(ExpertsPeer):
     def version(self) -> str | None:
         """Return vLLM's version, or a digest that identifies the library's file."""
         if self._library is not None:
-            digest = hashlib.sha256(self._library.read_bytes()).hexdigest()
-            return f"{self._library.name} sha256 {digest[:12]}"
+            return library_version(self._library)
         try:
             return f"vllm {metadata.version('vllm')}"
         except metadata.PackageNotFoundError:
@@ -113,9 +111,7 @@ def _operations(library: Path | None, find: Callable[[str], Any], name: str) -> 
         torch.ops.load_library(library)
     else:
         find(name)
-    if not hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm"):
-        raise ImportError("it has no moe_wna16_marlin_gemm")
-    return torch.ops._moe_C
+    return operations("_moe_C", "moe_wna16_marlin_gemm")
 
 
 @functools.cache

@@ -46,6 +46,7 @@ def by_lists(q, rows, listed, lengths, sink):
 
 
 PEER = FlashMla(lambda _: Module).rows
+PEERS = family.prefill_peers([FlashMla(lambda _: Module)])
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
@@ -97,7 +98,7 @@ def test_the_cases_are_those_of_the_table():
 @pytest.mark.parametrize(("ratio", "met"), [(1.05, True), (1.04, False)])
 def test_a_row_says_what_it_always_said(ratio, met, scripted, recorded_fields):
     clock = scripted(10, 3, 11, 4, 10 * ratio)
-    (result,) = run(family.cases(SMALL[1:2], "torch", PEER), clock)
+    (result,) = run(family.cases(SMALL[1:2], "torch", PEERS), clock)
     assert set(result.values) == recorded_fields("prefill_h200", family.PART)
     assert result.values["error"] < 3e-3
     assert result.values["peer_error"] < 3e-3
@@ -107,7 +108,7 @@ def test_a_row_says_what_it_always_said(ratio, met, scripted, recorded_fields):
 
 
 def test_without_a_peer_nothing_is_judged(clock):
-    alone = [*family.cases(SMALL[:1], "torch", None), *family.listed_cases(LISTED, "torch", None)]
+    alone = [*family.cases(SMALL[:1], "torch", {}), *family.listed_cases(LISTED, "torch", {})]
     for result in run(alone, clock):
         assert (result.target, result.met) == (None, None)
         assert "ratio" not in result.values
@@ -118,8 +119,8 @@ LISTED = (ListedRows(6, 64, 128, 500),)
 
 def test_pipelines_and_listed_rows_say_what_they_always_said(scripted, recorded_fields):
     case = PrefillCase("selected", 12, 64, 600, 64)
-    cases = [*family.pipeline_cases([case], "torch", PEER)]
-    cases += family.listed_cases(LISTED, "torch", PEER)
+    cases = [*family.pipeline_cases([case], "torch", PEERS)]
+    cases += family.listed_cases(LISTED, "torch", PEERS)
     bf16, fp8, listed = run(cases, scripted(10, 12, 3, 10, 11, 3, 10, 11))
     for result in (bf16, fp8):
         assert set(result.values) == recorded_fields("prefill_h200", result.part)

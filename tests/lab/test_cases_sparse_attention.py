@@ -22,7 +22,7 @@ def v32(batch, heads, width):
     return Decode(batch, 2, heads, 0, lengths=False, width=width, v32=True)
 
 
-PEER = FlashMla(lambda _: flash_mla)
+PEERS = [FlashMla(lambda _: flash_mla)]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def small(monkeypatch):
     "shape", [Decode(3, 1, 8, 64), Decode(2, 2, 64, 64, ragged=True), Decode(2, 2, 16, 0)]
 )
 def test_both_sides_are_right_and_a_row_says_what_it_always_said(shape, clock, recorded_fields):
-    (result,) = run(family.decode_cases([shape], "torch", PEER), clock)
+    (result,) = run(family.decode_cases([shape], "torch", PEERS), clock)
     values = result.values
     assert values["error"] < 3e-3
     assert values["flash_mla_error"] < 3e-3
@@ -74,7 +74,7 @@ def test_random_shapes_are_compiled_before_they_are_timed(compiles, monkeypatch)
 )
 def test_a_shape_that_loses_is_said_to(heads, ratio, met, scripted):
     (result,) = run(
-        family.decode_cases([Decode(1, 1, heads, 64)], "torch", PEER), scripted(10, 10 * ratio)
+        family.decode_cases([Decode(1, 1, heads, 64)], "torch", PEERS), scripted(10, 10 * ratio)
     )
     assert result.values["ratio"] == pytest.approx(ratio)
     assert result.met is met
@@ -83,8 +83,8 @@ def test_a_shape_that_loses_is_said_to(heads, ratio, met, scripted):
 
 def test_without_flash_mla_nothing_is_judged(clock):
     shapes = [Decode(1, 1, 8, 64)]
-    cases = [*family.decode_cases(shapes, "torch", None, planned=True)]
-    (planned, wide) = run([*cases, *family.decode_cases([v32(1, 2, 2048)], "torch", None)], clock)
+    cases = [*family.decode_cases(shapes, "torch", [], planned=True)]
+    (planned, wide) = run([*cases, *family.decode_cases([v32(1, 2, 2048)], "torch", [])], clock)
     assert planned.values["planned"] is True
     for result in (planned, wide):
         assert (result.target, result.met) == (None, None)
@@ -93,7 +93,7 @@ def test_without_flash_mla_nothing_is_judged(clock):
 
 def test_v32_rows(scripted, recorded_fields):
     shape = v32(2, 3, 64)
-    (result,) = run(family.decode_cases([shape], "torch", PEER), scripted(10, 8.9))
+    (result,) = run(family.decode_cases([shape], "torch", PEERS), scripted(10, 8.9))
     assert result.values["error"] < 3e-3
     assert result.values["flash_mla_error"] < 3e-3
     assert set(result.values) == recorded_fields("sparse_attention_v32_h200", family.V32)
@@ -104,14 +104,14 @@ def test_v32_rows(scripted, recorded_fields):
 @pytest.mark.parametrize(("times", "met"), [((9, 20, 20), True), ((9, 20, 20.1), False)])
 def test_fp8_heads_have_the_same_bytes_in_no_more_time(times, met, scripted, recorded_fields):
     shape = Decode(2, 1, 64, 64)
-    (result,) = run(family.fp8_heads_cases([shape], "torch", PEER), scripted(*times, 30))
+    (result,) = run(family.fp8_heads_cases([shape], "torch", PEERS), scripted(*times, 30))
     assert result.values["same_bytes"] is True
     assert result.values["ratio"] == 30 / times[2]
     assert result.met is met
     assert set(result.values) == recorded_fields("decode_end_h200", family.FP8_HEADS, "h64")
     assert result.case == "h64 b2 s_q1 128+64, FP8 heads"
     # FlashMLA has no few heads to leave quantised.
-    (few,) = run(family.fp8_heads_cases([Decode(2, 1, 16, 64)], "torch", PEER), scripted())
+    (few,) = run(family.fp8_heads_cases([Decode(2, 1, 16, 64)], "torch", PEERS), scripted())
     assert "flash_mla_microseconds" not in few.values
 
 
@@ -122,7 +122,7 @@ def test_other_bytes_are_said(monkeypatch, scripted):
         return (torch.zeros(1, 2), None) if epilogue else real(*args, **keywords)
 
     monkeypatch.setattr(family, "sparse_attention", other)
-    (result,) = run(family.fp8_heads_cases([Decode(1, 1, 8, 64)], "torch", None), scripted())
+    (result,) = run(family.fp8_heads_cases([Decode(1, 1, 8, 64)], "torch", []), scripted())
     assert (result.values["same_bytes"], result.met) == (False, False)
 
 
@@ -195,7 +195,7 @@ def test_random_shapes_are_of_every_kind(seed):
 def test_a_random_shape_is_measured_beside_flash_mla(scripted):
     """One whose heads and lists FlashMLA does not take as they are; the row says all of it."""
     shape = family.Drawn(2, 3, 80, 70, 2, ragged=True, draw=7, number=5)
-    (result,) = run(family.decode_cases([shape], "torch", PEER), scripted(10, 9))
+    (result,) = run(family.decode_cases([shape], "torch", PEERS), scripted(10, 9))
     values = result.values
     assert values["error"] < 3e-3
     assert values["flash_mla_error"] < 3e-3

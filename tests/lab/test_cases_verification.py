@@ -9,7 +9,7 @@ from lab.cases import verification as family
 from lab.cases.verification import Verification
 from lab.peers.flash_mla import FlashMla
 
-PEER = FlashMla(lambda _: flash_mla)
+PEERS = [FlashMla(lambda _: flash_mla)]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("pays", [False, True])
 def test_all_sides_are_right(shape, pays, clock, monkeypatch):
     monkeypatch.setattr(family, "decoding_pays_in_steps", lambda *_: pays)
-    (result,) = run(family.verification_cases([shape], "torch", PEER), clock)
+    (result,) = run(family.verification_cases([shape], "torch", PEERS), clock)
     values = result.values
     decoded = pays and not shape.chosen
     assert values["decoded"] is decoded
@@ -52,7 +52,7 @@ def test_what_is_asked(chosen, ratio, met, scripted):
     shape = Verification(1, 2, 8, 128, chosen=chosen)
     # By slots and quantised, decoded and quantised, FlashMLA.
     times = (10, 11, *([] if chosen else [7, 8]), 10 * ratio)
-    (result,) = run(family.verification_cases([shape], "torch", PEER), scripted(*times))
+    (result,) = run(family.verification_cases([shape], "torch", PEERS), scripted(*times))
     assert result.met is met
 
 

@@ -156,21 +156,23 @@ def rounded(values: Values, digits: dict[str, int]) -> Values:
 
 
 def beside(
-    ours: str, theirs: str, least: float, words: str
+    ours: str, theirs: str | Sequence[str], least: float, words: str
 ) -> Callable[[Values], tuple[Values, Verdict]]:
-    """Make a judge that adds how many times as long the peer takes, if it was timed.
+    """Make a judge that adds how many times as long the fastest peer takes, if one was timed.
 
     Args:
         ours: name of the field of our microseconds.
-        theirs: name of the field of the peer's microseconds.
+        theirs: name of the field of the peer's microseconds, or several of them.
         least: smallest ratio that reaches the target.
         words: target in words, for people.
     """
+    fields = [theirs] if isinstance(theirs, str) else theirs
 
     def judge(values: Values) -> tuple[Values, Verdict]:
-        if theirs not in values:
+        times = [values[field] for field in fields if field in values]
+        if not times:
             return values, None
-        ratio = values[theirs] / values[ours]
+        ratio = min(times) / values[ours]
         return {**values, "ratio": ratio}, (words, ratio >= least)
 
     return judge
