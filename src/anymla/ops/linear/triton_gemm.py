@@ -63,11 +63,17 @@ def gemm_kernel(
     w += group.to(tl.int64) * w_group
     if FORMAT != "plain":
         scales += group.to(tl.int64) * s_group
+    first = split * split_k
+    last = tl.minimum(width, (split + 1) * split_k)
+    if SPLITS and FORMAT == "plain" and BLOCK_M >= 128:
+        # No split is empty. With a branch around the loop that zeroes the sums of two warpgroups,
+        # ptxas would serialise their products (C7515).
+        tl.assume(first < last)
     total = gemm_tile(
         ActivationRows(x, x_scales, rows, inside, x_stride, x_scale_stride),
         WeightRows(w, scales, column.to(tl.int64), exists),
-        split * split_k,
-        tl.minimum(width, (split + 1) * split_k),
+        first,
+        last,
         width,
         FORMAT,
         CODED,
