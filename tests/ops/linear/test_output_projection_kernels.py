@@ -163,3 +163,21 @@ def test_kernels_say_what_they_do_not_take() -> None:
         o.double(), positions, table, wo_a.double(), backend="triton"
     )
     assert not wide
+
+
+@no_triton
+@pytest.mark.parametrize("split_k", [128, 256])
+def test_splits_of_a_tile_of_128_tokens(split_k: int) -> None:
+    """No split is empty, also where the last is shorter: the kernel tells the compiler so."""
+    from anymla.ops._gemm_config import TileConfig
+    from anymla.ops.linear.config import TritonConfig
+    from anymla.ops.linear.triton_launch import launch_gemm
+
+    tile = TileConfig(128, 64, 64, 8, 3)
+    config = TritonConfig(False, torch.bfloat16, tile, split_k)
+    x = torch.randn(3, 2, 320).bfloat16()
+    w = torch.randn(2, 70, 320).bfloat16()
+    out = launch_gemm(x, None, w, None, config, weight_format="plain", out_dtype=torch.float32)
+    want = torch.einsum("tgk,gnk->tgn", x.double(), w.double())
+    magnitude = torch.einsum("tgk,gnk->tgn", x.double().abs(), w.double().abs())
+    assert_close(out, want, atol=accumulation(320, torch.float32), scale=magnitude)
