@@ -129,6 +129,10 @@ def _v41_calls(backend: str | None, end: str) -> Iterator[tuple[str, Callable[[]
         for formats in formats_of:
             call = functools.partial(_multiply, product, tokens, formats, backend)
             yield f"{product}, {tokens} tokens, {formats}{end}", call
+    if backend is not None:
+        for tokens in (1, 4096):
+            call = functools.partial(_quantize_heads, tokens)
+            yield f"V4.1 {V4_FLASH.heads} heads, {tokens} tokens", call
 
 
 def _products() -> list[ProductShape]:
@@ -186,6 +190,15 @@ def _project(
         out_dtype="bf16" if dtype == _BF16 else "fp32", backend=backend,
     )  # fmt: skip
     grouped_output_projection(*heads, empty((groups, n, k), dtype=dtype), backend="triton")
+
+
+def _quantize_heads(tokens: int) -> None:
+    """Rotate heads back and quantise them in blocks of 32 channels."""
+    size = (tokens, V4_FLASH.heads, V4_FLASH.head_dim)
+    inverse_rope_fp8_quant(
+        empty(size, dtype=_BF16), empty(tokens, dtype=torch.int64), float32((4096, _ROPE_DIM)),
+        n_groups=V4_FLASH.groups, quant_block=32, backend="triton",
+    )  # fmt: skip
 
 
 def _bf16(product: ProductShape, tokens: int) -> None:

@@ -25,7 +25,7 @@ from anymla.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_launch
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _FLOOR = tl.constexpr(HEAD_AMAX_FLOOR)
-# Heads per CTA of the kernel: 16 values per thread, or 4 for low latency.
+# Heads per CTA of the kernel, for blocks of 128: 16 values per thread, or 4 for low latency.
 _ROWS = 16
 _FEW_ROWS = 4
 # Number of heads up to which a CTA has _FEW_ROWS of them.
@@ -199,6 +199,7 @@ def _inverse_rope(
     """Prepare a launch for (tokens, heads, channels), and (quant block, its floor, native)."""
     (tokens, heads, d), (block, floor, native) = shape, rule
     rows = _ROWS if tokens * heads > _FEW_HEADS else _FEW_ROWS
+    rows *= FP8_BLOCK // block
     return PreparedLaunch(
         inverse_rope_quantize_kernel,
         (cdiv(tokens * heads, rows), cdiv(d, block)),
