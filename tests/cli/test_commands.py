@@ -139,6 +139,8 @@ READ_ONLY = {
     "anymla conformance --against flash_mla",
     "anymla replay attention.safetensors",
     "anymla warm-up examples/tiny/checkpoint --max-requests 2 --max-seq-len 512",
+    "anymla warm-up --export kernels.zip",
+    "anymla warm-up --import kernels.zip",
 }
 RUN = {"generate", "chat", "score", "inspect", "make-tiny", "warm-up", "conformance", "doctor"}
 

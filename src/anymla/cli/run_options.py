@@ -210,14 +210,26 @@ _OPTIONS = (
 )
 
 
-def run_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options to a command, which receives them as one ``RunOptions`` named ``run``."""
+def run_options(
+    function: Callable[..., None], *, unless: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """Add the options to a command, which receives them as one ``RunOptions`` named ``run``.
+
+    Args:
+        function: command to decorate.
+        unless: names of parameters any of which makes the checkpoint optional; without a checkpoint
+            ``run`` is None then.
+    """
     names = [field.name for field in dataclasses.fields(RunOptions)]
 
     @functools.wraps(function)
     def command(**parameters: Any) -> None:
         if parameters["checkpoint"] is None:
-            raise click.UsageError("Missing option '--checkpoint DIR', or DIR by itself.")
+            if not any(parameters[name] is not None for name in unless):
+                raise click.UsageError("Missing option '--checkpoint DIR', or DIR by itself.")
+            rest = {name: value for name, value in parameters.items() if name not in names}
+            function(run=None, **rest)
+            return
         with bad_input():
             parameters["device"] = str(named_device(parameters["device"]))
         run = RunOptions(**{name: parameters.pop(name) for name in names})
