@@ -15,6 +15,7 @@ import argparse
 import collections
 import contextlib
 import cProfile
+import itertools
 import json
 import pstats
 import tempfile
@@ -123,17 +124,35 @@ def give_caches(layers: list[Any]) -> None:
             state.kv_cache = cache(state.block_size, state.state_dim, torch.float32)
 
 
-def metadata(layers: list[Any], decodes: int, prompt: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """What vLLM's builders make of a step, and its positions: caches of one kind in groups."""
+def metadata(
+    layers: list[Any],
+    decodes: int,
+    prompts: list[tuple[int, int]],
+    context: int = CONTEXT,
+    longest_model: int = 65536,
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """What vLLM's builders make of a step, and its positions: caches of one kind in groups.
+
+    Args:
+        layers: attention layers of the model.
+        decodes: number of requests that decode.
+        prompts: prefills' numbers of tokens and, the tokens included, lengths.
+        context: length of the longest request that decodes.
+        longest_model: the model's longest request, after which vLLM sizes its buffers.
+    """
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
     from anymla.engines.vllm.prefill import StepPlans
+    from anymla.ops.attention.plan import decoding_pays
 
-    tokens, requests = decodes + prompt, decodes + bool(prompt)
-    longest = CONTEXT if decodes else prompt
+    prompt = sum(tokens for tokens, _ in prompts)
+    tokens, requests = decodes + prompt, decodes + len(prompts)
+    longest = max([context] * bool(decodes) + [length for _, length in prompts])
     ints = {"dtype": torch.int32, "device": META}
-    lengths = torch.tensor([prompt], dtype=torch.int32)
-    starts = torch.tensor([*range(decodes + 1), *([tokens] if prompt else [])], dtype=torch.int32)
+    lengths = torch.tensor([length for _, length in prompts], dtype=torch.int32)
+    queries = torch.tensor([count for count, _ in prompts], dtype=torch.int32)
+    ends = itertools.accumulate((1,) * decodes + tuple(count for count, _ in prompts), initial=0)
+    starts = torch.tensor([*ends], dtype=torch.int32)
     seq_lens, to_request = torch.zeros(requests, **ints), torch.zeros(tokens, **ints)
     positions = _empty((tokens,), torch.int64)
 
@@ -152,22 +171,28 @@ def metadata(layers: list[Any], decodes: int, prompt: int) -> tuple[dict[str, An
             prefill_swa_indices=_empty((prompt, 1, 128), torch.int32) if prompt else None,
             prefill_swa_lens=_empty((prompt,), torch.int32) if prompt else None,
             num_decodes=decodes,
-            num_prefills=int(bool(prompt)),
+            num_prefills=len(prompts),
             num_decode_tokens=decodes,
             num_prefill_tokens=prompt,
             prefill_seq_lens=seq_lens[decodes:],
             prefill_seq_lens_cpu=lengths,
-            prefill_gather_lens=_empty((1,), torch.int32) if prompt else None,
-            prefill_query_lens_cpu=lengths,
+            prefill_gather_lens=_empty((len(prompts),), torch.int32) if prompt else None,
+            prefill_query_lens_cpu=queries,
             prefill_window_size=128,
-            prefill_max_model_len=4096,
+            prefill_max_model_len=max(4096, longest),
             prefill_max_num_batched_tokens=2048,
             tile_sched_swaonly=StepPlans(),
         )
 
     def compressed(ratio: int) -> Any:
-        listed = decodes if prompt else tokens
-        split = [(slice(0, decodes), longest // ratio), (slice(decodes, tokens), prompt // ratio)]
+        prefilled = max((length for _, length in prompts), default=0)
+        pays = decoding_pays(prompt, [length for _, length in prompts], ratio)
+        listed = decodes if prompt and pays else tokens
+        split = [
+            (slice(0, decodes), context // ratio),
+            (slice(decodes, tokens), prefilled // ratio),
+        ]
+        buffer = _empty((listed, -(-longest_model // 128 // 128) * 128), torch.int32)
         return types.SimpleNamespace(
             max_seq_len=longest,
             num_actual_tokens=tokens,
@@ -176,7 +201,7 @@ def metadata(layers: list[Any], decodes: int, prompt: int) -> tuple[dict[str, An
             req_id_per_token=to_request,
             token_to_req_indices=to_request,
             block_size=256,
-            c128a_global_decode_topk_indices=_empty((listed, max(1, longest // 128)), torch.int32),
+            c128a_global_decode_topk_indices=buffer[:, : max(1, longest // 128)],
             c128a_decode_topk_lens=_empty((listed,), torch.int32),
             visible=_empty((tokens,), torch.int32),
             selections=[each for each in split if each[0].start < each[0].stop],
@@ -210,14 +235,19 @@ class Step:
         give_caches(self.layers)
 
     def run(self, decodes: int, prompt: int) -> Any:
-        """A function that runs one."""
+        """A function that runs one, of a whole prompt."""
+        return self.serve(decodes, [(prompt, prompt)] if prompt else [])
+
+    def serve(self, decodes: int, prompts: list[tuple[int, int]], context: int = CONTEXT) -> Any:
+        """A function that runs a step of any requests, with the arguments of ``metadata``."""
         from vllm.forward_context import set_forward_context
 
-        tokens = decodes + prompt
+        tokens = decodes + sum(count for count, _ in prompts)
+        longest = self.config.model_config.max_model_len
         ids, padding = _empty((tokens,), torch.int32), _empty((tokens,), torch.bool)
 
         def once() -> float:
-            built, positions = metadata(self.layers, decodes, prompt)
+            built, positions = metadata(self.layers, decodes, prompts, context, longest)
             with set_forward_context(built, self.config, num_tokens=tokens, is_padding=padding):
                 start = time.perf_counter()
                 self.model.model(ids, positions, None, None)

@@ -5,8 +5,10 @@ with prefills of any length, and the choice of kernels follows from both. A rehe
 model as vLLM does, with metadata that name no request: every list is empty and no slot is written,
 so that caches stay unchanged.
 
-A kernel takes 1 to 3 s to compile, and there are some 140. So the same steps first run in a form
-that executes nothing and compiles on all cores; ranks divide the kernels among them.
+A kernel takes 1 to 3 s to compile, and there are some 150. So the same steps first run in a form
+that executes nothing and compiles on all cores; ranks divide the kernels among them. In this form
+alone prefills run beside decodes: what is read of their parts of a step begins at any address, for
+which Triton compiles kernels again.
 
 DeepGEMM compiles one kernel after the other, some ten seconds each. Its warm-up is vLLM's
 (``vLLM_DEEP_GEMM_WARMUP``): if that is off, DeepGEMM's products are left out here as well.
@@ -18,7 +20,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +44,11 @@ _SHORTEST = 1024
 # Attention is rehearsed with every number of decodes up to here; a model's other kernels change
 # rarely.
 _EVERY_NUMBER = 512
+# Decodes before a step's prefills. After 1, 4 and 16 of them int32 and bool values of the prefills'
+# tokens begin at multiples of 16 bytes: neither, one, both.
+_BEFORE = (1, 4, 16)
+# The same of lengths in a chunk of prefills: decodes before all, and prefills before the chunk.
+_BEFORE_CHUNK = ((1, 0), (1, 3), (0, 1))
 # DeepGEMM's products in layers of many tokens, and the index of the argument for the result.
 _RESULT_OF = {"_fp8_gemm_nt_impl": 2, "_fp8_einsum_impl": 3}
 
@@ -104,6 +111,7 @@ class Rehearsal:
                     if only_compiled:
                         with _without_deep_gemm(), _Zeros():  # type: ignore[no-untyped-call]
                             self.steps()
+                            self.mixed_steps()
                 _LOG.info("anymla: kernels compiled in %.0f s", time.perf_counter() - start)
             left_out = envs.VLLM_DEEP_GEMM_WARMUP == "skip"
             with _without_deep_gemm() if left_out else contextlib.nullcontext():
@@ -145,7 +153,28 @@ class Rehearsal:
         for tokens, context in itertools.product(sizes, self.contexts):
             for layer in kinds.values():
                 if layer.indexer is not None:
-                    self._select(layer, tokens, _Decodes([layer], tokens, context))
+                    self._select(layer, tokens, [_Decodes([layer], tokens, context)])
+
+    def mixed_steps(self) -> None:
+        """Run attention and selection of prefills behind decodes, and of later chunks."""
+        kinds = {layer.compress_ratio: layer for layer in self.layers}
+        short, longest = self.contexts[0], self.contexts[-1]
+        for layer, tokens in itertools.product(kinds.values(), _sizes(self.most_tokens)):
+            for context, before in itertools.product((short, longest), _BEFORE_CHUNK):
+                self._attend(layer, tokens, _Prefill([layer], tokens, context, before))
+            for before in _BEFORE:
+                if before + tokens > self.most_tokens:
+                    continue
+                if self._attend_by_slots(tokens, longest):
+                    step = _Mixed(layer, before, tokens, (longest, longest))
+                    self._attend(layer, before + tokens, step)
+                if layer.indexer is not None:
+                    pairs = [(short, each) for each in self.contexts]
+                    pairs += [(each, short) for each in self.contexts]
+                    steps = (_Mixed(layer, before, tokens, contexts) for contexts in pairs)
+                    self._select(layer, before + tokens, steps)
+            if layer.indexer is not None and tokens <= self.most_decodes:
+                self._select(layer, tokens + 1, [_Mixed(layer, tokens, 1, (short, longest))])
 
     def _attend_by_slots(self, tokens: int, context: int) -> bool:
         """True if some layers' prefills of so few tokens attend by slots, as decodes do."""
@@ -159,7 +188,11 @@ class Rehearsal:
             type(inner).forward(inner, ids, step.positions, None, None)
 
     def _context(self, tokens: int, step: _Step) -> Any:
-        return set_forward_context(step.metadata, self.config, num_tokens=tokens)
+        # Routers read it in every step of vLLM's second runner.
+        padding = torch.zeros(tokens, dtype=torch.bool, device=step.positions.device)
+        return set_forward_context(
+            step.metadata, self.config, num_tokens=tokens, is_padding=padding
+        )
 
     def _attend(self, layer: Any, tokens: int, step: _Step) -> None:
         q = layer.attn_sink.new_empty(
@@ -168,17 +201,24 @@ class Rehearsal:
         with self._context(tokens, step):
             layer.forward_mqa(q, q[:, 0], step.positions, torch.empty_like(q))
 
-    def _select(self, layer: Any, tokens: int, step: _Step) -> None:
+    def _select(self, layer: Any, tokens: int, steps: Iterable[_Step]) -> None:
+        """Select for one query in steps of so many tokens."""
         indexer, dtype = layer.indexer, self.config.model_config.dtype
         hidden = layer.attn_sink.new_zeros((tokens, layer.q_lora_rank), dtype=dtype)
         weights = hidden.new_zeros((tokens, indexer.n_head))
-        with self._context(tokens, step):
-            q, scales, weights = indexer(
-                hidden, hidden, None, weights, step.positions, layer.indexer_rotary_emb,
-                skip_compressor=True,
-            )  # fmt: skip
-            if q is not None:
-                indexer.indexer_op(hidden, q if scales is None else (q, scales), None, weights)
+        query: Any = None
+        for step in steps:
+            with self._context(tokens, step):
+                if query is None:
+                    q, scales, weights = indexer(
+                        hidden, hidden, None, weights, step.positions, layer.indexer_rotary_emb,
+                        skip_compressor=True,
+                    )  # fmt: skip
+                    query = q if scales is None else (q, scales)
+                if query is None:  # every entry is selected
+                    weights = hidden.new_zeros((tokens, indexer.n_head))
+                else:
+                    indexer.indexer_op(hidden, query, None, weights)
 
 
 def _ranks() -> dict[str, int]:
@@ -262,15 +302,14 @@ class _Step:
         self, layer: Any, tokens: int, context: int, zeros: Tensor, common: dict[str, Any]
     ) -> SimpleNamespace:
         listed = zeros.new_zeros((tokens, 1, layer.window_size))
-        return SimpleNamespace(
-            **common,
-            is_valid_token=zeros.bool(),
-            decode_swa_indices=listed,
-            decode_swa_lens=zeros,
-            prefill_swa_indices=listed[:0],
-            prefill_swa_lens=zeros[:0],
-            **self._split(layer, tokens, context, zeros),
-        )
+        parts = {
+            "is_valid_token": zeros.bool(),
+            "decode_swa_indices": listed,
+            "decode_swa_lens": zeros,
+            "prefill_swa_indices": listed[:0],
+            "prefill_swa_lens": zeros[:0],
+        }
+        return SimpleNamespace(**common | parts | self._split(layer, tokens, context, zeros))
 
     def _entries(
         self, layer: Any, tokens: int, context: int, zeros: Tensor, common: dict[str, Any]
@@ -308,11 +347,56 @@ class _Decodes(_Step):
         return {"num_decode_tokens": tokens, "num_prefill_tokens": 0, "tile_sched_swaonly": plans}
 
 
+class _Mixed(_Step):
+    """A step of requests that decode, and prefills that attend by slots."""
+
+    def __init__(self, layer: Any, decodes: int, tokens: int, contexts: tuple[int, int]) -> None:
+        """Build the metadata of one layer's caches.
+
+        Args:
+            layer: attention layer whose caches the step uses.
+            decodes: number of decodes.
+            tokens: number of the prefills' tokens.
+            contexts: longest context of the decodes, and of the prefills.
+        """
+        self._decodes = decodes
+        super().__init__([layer], decodes + tokens, max(contexts))
+        spans = slice(0, decodes), slice(decodes, decodes + tokens)
+        for metadata in self.metadata.values():
+            metadata.selections = [
+                (span, context // layer.compress_ratio)
+                for span, context in zip(spans, contexts, strict=True)
+            ]
+
+    def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
+        rows, count = self._decodes, tokens - self._decodes
+        listed = zeros.new_zeros((tokens, 1, layer.window_size))
+        return {
+            "num_decode_tokens": rows,
+            "num_prefill_tokens": count,
+            "decode_swa_indices": listed[:rows],
+            "decode_swa_lens": zeros[:rows],
+            "prefill_swa_indices": listed[:count],
+            "prefill_swa_lens": zeros[:count],
+            "tile_sched_swaonly": _NoChunks(),
+        }
+
+
 class _Prefill(_Step):
     """A step of one request, which attends to a workspace, or by slots if that is faster."""
 
-    def __init__(self, layers: list[Any], tokens: int, context: int) -> None:
-        self._plans = _OneChunk()
+    def __init__(
+        self, layers: list[Any], tokens: int, context: int, before: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Build the metadata of the layers' caches.
+
+        Args:
+            layers: attention layers whose caches the step uses.
+            tokens: number of tokens of the step.
+            context: length of the request.
+            before: numbers of decodes and of prefills whose lengths precede the request's.
+        """
+        self._plans, self._before = _OneChunk(), before
         super().__init__(layers, tokens, context)
 
     def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
@@ -320,15 +404,17 @@ class _Prefill(_Step):
         # One entry more than the indexer keeps is enough to make it select.
         most = 0 if layer.indexer is None else layer.topk_indices_buffer.shape[1]
         entries = min(context // ratio, most + 1) if ratio > 1 else 0
-        rows = zeros.new_zeros(1)
+        decodes, prefills = self._before
+        seq_lens = zeros.new_zeros(decodes + prefills + 1)[decodes + prefills :]
+        gather_lens = zeros.new_zeros(prefills + 1)[prefills:]
         self._plans.by_ratio[ratio] = Chunk(
             requests=slice(0, 1),
             tokens=slice(0, tokens),
             entries=entries,
             rows=entries + width + tokens,
-            seq_lens=rows,
-            entry_lens=rows,
-            gather_lens=rows,
+            seq_lens=seq_lens,
+            entry_lens=seq_lens // max(1, ratio),
+            gather_lens=gather_lens,
             window=width,
             ranges=zeros.new_zeros((tokens, 4)),
         )
@@ -337,6 +423,18 @@ class _Prefill(_Step):
             "num_prefill_tokens": tokens,
             "tile_sched_swaonly": self._plans,
         }
+
+
+class _NoChunks(StepPlans):
+    """Plans of a step whose prefills attend by slots."""
+
+    def of_pass(self) -> StepPlans:
+        return _NoChunks()
+
+    def chunks(
+        self, window: Any, positions: Tensor, ratio: int, requests_a_chunk: int
+    ) -> list[Chunk]:
+        return []
 
 
 class _OneChunk(StepPlans):

@@ -547,7 +547,8 @@ class _Scratch:
         def integers(*shape: int) -> Tensor:
             return scratch(shape, torch.int32, device)
 
-        columns = padded_entries(covered)
+        # A stride of 1, as rows without columns have, would compile the top-k once more.
+        columns = padded_entries(max(covered, 1))
         rows = config.chunk if config.algorithm != "all" else 0
         self.scores = scratch((rows, columns), torch.float32, device)
         self.maxima = integers(rows, columns // GROUP) if config.algorithm == "groups" else None

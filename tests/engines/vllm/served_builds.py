@@ -1,0 +1,96 @@
+"""What random traffic compiles after a rehearsal: ``served_builds.py ANSWER.json [--apart]``.
+
+On the model of ``host_calls.py``, by a machine that says it is an H200. Nothing is compiled: builds
+are what Triton would be asked for. Steps are those that no graph replays: prefills, first chunks
+and later ones, beside requests that decode, and decodes of any number. With ``--apart`` prefills
+are not rehearsed behind decodes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import host_calls
+import pretended
+import torch
+
+from anymla.ops.device import TARGETS
+from anymla.testing import empty_kernels
+from lab.launches import pretended_device
+
+MOST_TOKENS, MOST_REQUESTS, LONGEST = 2048, 24, 16384
+STEPS = 150
+
+
+def traffic(rng: random.Random) -> tuple[int, list[tuple[int, int]], int]:
+    """A step: requests that decode, prefills' tokens and lengths, and the longest context."""
+    decodes = rng.choice([0, 0, 1, 2, 3, 4, 5, rng.randint(6, MOST_REQUESTS)])
+    prompts = []
+    left = MOST_TOKENS - decodes
+    for _ in range(rng.choice([0, 1, 1, 2, 3, 5]) if decodes else rng.randint(1, 5)):
+        count = min(left, rng.choice([2, 3, 17, 64, 100, 600, rng.randint(2, MOST_TOKENS)]))
+        if count < 2 or decodes + len(prompts) == MOST_REQUESTS:
+            break
+        before = rng.choice([0, 0, 7, 1000, rng.randint(0, LONGEST - count)])
+        prompts.append((count, count + before))
+        left -= count
+    return decodes, prompts, rng.choice([1, 5, 130, 1023, 2047, 8192, rng.randint(1, LONGEST)])
+
+
+def form(source: Any) -> str:
+    """A build by its kernel, and the constants, types and hints that tell it from others."""
+    names = source.fn.arg_names
+    constants = {names[place[0]]: str(value) for place, value in source.constants.items()}
+    hints = {names[place[0]]: str(value) for place, value in source.attrs.items()}
+    return f"{source.fn.__name__} {constants} {source.signature} {hints}"
+
+
+def main(answer: Path, *, apart: bool) -> None:
+    """Rehearse, serve, and write the builds of both."""
+    from anymla.engines.vllm.warm_up import Rehearsal
+
+    builds: list[str] = []
+
+    class Noted(empty_kernels.EmptyKernel):
+        def __init__(self, source: Any, launched: Any) -> None:
+            builds.append(form(source))
+            super().__init__(source, launched)
+
+    empty_kernels.EmptyKernel = Noted  # type: ignore[misc]
+    with (
+        tempfile.TemporaryDirectory() as place,
+        pretended_device(TARGETS["sm_90"]),
+        host_calls.pretended_workspace(),
+        empty_kernels.empty_kernels() as launches,
+    ):
+        step = host_calls.Step(Path(place))
+        step.config.scheduler_config.max_num_seqs = MOST_REQUESTS
+        step.config.scheduler_config.max_num_batched_tokens = MOST_TOKENS
+        step.config.model_config.max_model_len = LONGEST
+        rehearsal = Rehearsal(step.model, step.config)
+        if apart:
+            rehearsal.mixed_steps = lambda: None
+        rehearsal.run()
+        rehearsed = list(builds)
+        builds.clear()
+        launches.clear()
+        rng = random.Random(0)
+        compiled = []
+        for _ in range(STEPS):
+            decodes, prompts, context = traffic(rng)
+            step.serve(decodes, prompts, context)()
+            compiled += [(decodes, prompts, context, each) for each in builds]
+            builds.clear()
+    found = {"rehearsed": rehearsed, "compiled": compiled, "launches": sum(launches.values())}
+    answer.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    pretended.pretend()
+    main(Path(sys.argv[1]), apart="--apart" in sys.argv)
