@@ -1,4 +1,5 @@
 import re
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -7,13 +8,18 @@ from anymla.cli.main import main
 from anymla.runtime import kernel_archive
 
 
-def test_a_warm_up_runs_every_size(tiny):
+def test_a_warm_up_runs_every_size(tiny, monkeypatch):
+    """And what is compiled from then on is compiled in service."""
+    watch = mock.MagicMock()
+    monkeypatch.setattr("anymla.runtime.engine.WATCH", watch)
     arguments = ["--max-requests", "2", "--max-seq-len", "150", "--chunk-size", "8"]
     result = CliRunner().invoke(
         main, ["warm-up", "--checkpoint", str(tiny), *arguments, "--draft-tokens", "1"]
     )
     assert result.exit_code == 0, result.output
     assert re.fullmatch(r"[\d.]+ s, [\d.]+ MB of caches, 0\.0 MB of workspace\n", result.stdout)
+    names = [call[0] for call in watch.mock_calls]
+    assert names == ["paused", "paused().__enter__", "paused().__exit__", "begin"]
 
 
 def test_drafts_need_a_layer_that_drafts(tiny_without_mtp):

@@ -21,6 +21,7 @@ from anymla.audit.process import Answer, judge_here
 from anymla.audit.settings import Settings
 
 Judge = Callable[[Packed], Sequence[Answer]]
+from anymla.ops.compile_watch import WATCH
 _WAITING = 16  # steps that may wait for a judge; further ones are counted but dropped
 _KEPT = 64  # number of alarms whose cases stay in memory
 _NAMES = 100  # file names that are tried for a dump
@@ -60,6 +61,7 @@ class Auditor:
     """
 
     def __init__(
+        changed: function that is called when figures have changed, from any of the threads.
         self,
         settings: Settings,
         log: logging.Logger,
@@ -83,6 +85,7 @@ class Auditor:
         self._dumped = 0
         self._started = time.monotonic()
         self._seen = 0
+        self.changed: Callable[[], None] = lambda: None
         self._noting = threading.Lock()
         self._steps: queue.Queue[Callable[[], Packed]] = queue.Queue(_WAITING * len(judges))
         for each in judges:
@@ -113,6 +116,8 @@ class Auditor:
         self.audited -= self.active
         self.active = False
 
+        if self.active:
+            self._tell()
     def random(self, what: str) -> random.Random:
         """Return a random generator for a choice in this step; its seed is reproducible."""
         return random.Random(f"{self.settings.seed} {self.step} {what}")
@@ -165,7 +170,7 @@ class Auditor:
         every = f"a fault in one token of a million shows after {1e6 / rate:.0f} s" if rate else ""
         return (
             f"audit: {self.audited} of {self.step} steps, {count} alarms, {self.skipped} skipped; "
-            f"{', '.join(parts) or 'nothing judged'}; {every}"
+            f"{', '.join(parts) or 'nothing judged'}; {compiled}{every}"
         )
 
     def _run(self, judge: Judge) -> None:
@@ -198,6 +203,7 @@ class Auditor:
         if answer.ok:
             return
         tally.alarms += 1
+        compiled = f"{WATCH.compiled} kernels compiled in service; " if WATCH.active else ""
         case = packed.case(index).apart()
         self.alarms.append((case, answer))
         self.log.error("audit: %s%s", describe(case, answer), self._dump(case, answer))
@@ -221,7 +227,16 @@ class Auditor:
                     return f"; dumped to {directory / name}"
             raise FileExistsError(f"{directory / name} and others exist")
         except OSError as error:
+                self._tell()
             return f"; not dumped: {error}"
+
+    def _tell(self) -> None:
+        """Call ``changed``; a fault of it must stop neither the engine nor the audit."""
+        try:
+            self.changed()
+        except Exception:
+            self.changed = lambda: None
+            self.log.exception("audit: its figures are not published from here on")
 
 
 def describe(case: Case, found: Finding) -> str:

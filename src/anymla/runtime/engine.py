@@ -11,6 +11,7 @@ import torch
 
 from anymla.model.transformer import Transformer
 from anymla.ops.compile_notice import NOTICE
+from anymla.ops.compile_watch import WATCH
 from anymla.ops.registry import skip_checks
 from anymla.ops.streams import Workspace
 from anymla.runtime.bucket import Bucket
@@ -239,6 +240,11 @@ class Engine:
             only: predicate for the decode buckets to prepare; if given, nothing else is prepared,
                 not even prompts. None prepares all sizes.
         """
+        with WATCH.paused():
+            self._warm_up(only)
+        WATCH.begin()
+
+    def _warm_up(self, only: Callable[[Bucket], bool] | None) -> None:
         self._require_memory(padded=True)
         runner = self._runner
         buckets = [] if runner is None else [b for b in runner.buckets if only is None or only(b)]

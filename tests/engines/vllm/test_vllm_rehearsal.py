@@ -1,4 +1,4 @@
-"""A rehearsal on a Hopper GPU compiles everything before it runs anything."""
+"""A rehearsal on a Hopper GPU compiles everything before it runs anything, and before traffic."""
 
 import os
 from pathlib import Path
@@ -21,3 +21,30 @@ def test_everything_is_compiled_before_anything_runs(tmp_path: Path, other: bool
     assert ran["launches"] > 3_000
     assert compiled["layers"] == ran["layers"] == 5
     assert found["layers"] == [0, 8, 8]
+
+
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=needs_source)])
+def test_random_traffic_compiles_nothing(tmp_path: Path, other: bool) -> None:
+    """Steps of any decodes and prefills, whose slices begin at any address."""
+    source = Path(os.environ[SOURCE]) if other else None
+    found = look_up("served_builds.py", tmp_path, "force", source=source)
+    assert len(found["rehearsed"]) > 120
+    assert found["launches"] > 10_000
+    assert found["compiled"] == []
+
+
+def test_prefills_behind_decodes_are_rehearsed_for_a_reason(tmp_path: Path) -> None:
+    """Without them the same traffic finds kernels that were not compiled."""
+    found = look_up("served_builds.py", tmp_path, "force", "--apart")
+    kernels = {build.partition(" ")[0] for _, _, _, build in found["compiled"]}
+    assert kernels >= {"topk_kernel", "row_topk_kernel", "scores_kernel"}
+
+
+def test_the_watch_begins_where_vllm_has_compiled_all(tmp_path: Path) -> None:
+    """Its worker activates its monitor there."""
+    found = look_up("watched.py", tmp_path, "force")
+    assert found["before"] == [False, 0]
+    assert found["after"] == [True, 1, 1, 1]  # what is in Triton's cache is not compiled again
+    begun, named = found["lines"]
+    assert begun == "anymla: kernels compiled from here on are named and counted"
+    assert named == "anymla: kernel compiled in service: clear(x: *fp32, WIDTH=128)"

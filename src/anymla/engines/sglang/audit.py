@@ -24,6 +24,7 @@ from anymla.audit.process import JudgeProcess
 from anymla.audit.rows import RowRecorder
 from anymla.audit.settings import Settings
 from anymla.audit.watcher import Watcher
+from anymla.engines import server_metrics
 from anymla.engines.sglang.pinned import BACKEND, INDEXER, RUNNER, installed_version
 from anymla.formats.page_layout import INDEX_FP8, MAIN_FP8
 
@@ -76,7 +77,9 @@ def _watch(backend: Any) -> Watch:
     settings = Settings.of(os.environ.get("ANYMLA_AUDIT", ""))
     made_by = {"sglang": installed_version() or "", "torch": torch.__version__}
     judges: list[Judge] = [JudgeProcess() for _ in range(settings.judges)]
-    watch = Watch(backend, Auditor(settings, LOG, made_by, judges))
+    auditor = Auditor(settings, LOG, made_by, judges)
+    server_metrics.count_audit(auditor)
+    watch = Watch(backend, auditor)
     LOG.info("audit: %s", settings)
     return watch
 

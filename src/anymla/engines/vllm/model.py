@@ -19,7 +19,7 @@ from vllm.models.deepseek_v4 import (
 )
 from vllm.triton_utils.dispatcher import register_kernels
 
-from anymla.engines.vllm import cpu_kernels, drafts, hyper_connection, report
+from anymla.engines.vllm import compile_watch, cpu_kernels, drafts, hyper_connection, report
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.indexer import AnymlaSparseAttnIndexer
 from anymla.engines.vllm.parts import with_parts
@@ -122,6 +122,7 @@ class AnymlaDeepseekV4(_WithAnymlaLayers, DeepseekV4ForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        compile_watch.install()
         if _replaced(vllm_config) >= _REHEARSED and importlib.util.find_spec(WARM_UP_MODULE):
             from anymla.engines.vllm import warm_up
 

@@ -55,6 +55,7 @@ ATTENTION_MODULE = f"{_V4}.attention"
 # DeepSeek-V4.1's model for all platforms but ROCm.
 V41_MODEL = "vllm.models.deepseek_v41.nvidia.model"
 WARM_UP_MODULE = "vllm.model_executor.warmup.jit_warmup"  # used if vLLM has it
+MONITOR_MODULE = "vllm.utils.jit_monitor"  # of kernels that are compiled in service
 
 # vLLM's CUDA models bypass its CustomOps and call the functions in ``hyper_connection.FUNCTIONS``.
 # DSpark's drafters, by platform: they store rows of windows past the attention layer.
@@ -211,6 +212,11 @@ _AUDIT = (
             "HCHeadOp": "hidden_states hc_fn hc_scale hc_base rms_norm_eps hc_eps",
         }.items()
     ),
+)
+# Seams of the watch over compilation (``compile_watch.py``).
+WATCH_SEAMS = (
+    seam(f"{MONITOR_MODULE}:activate", "mode verbose"),
+    seam("vllm.v1.worker.gpu_worker:Worker._maybe_activate_jit_monitor"),
 )
 # Seams by the part of ``report.PARTS`` that relies on them, or "audit"; "" for all of them.
 _SEAMS: dict[str, tuple[Seam, ...]] = {
@@ -392,6 +398,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
         seam("vllm.utils.deep_gemm:is_deep_gemm_supported"),
     ),
     "audit": _AUDIT,
+    "watch": WATCH_SEAMS,
 }
 # Seams of the replacements for metadata kernels.
 STAND_INS = (

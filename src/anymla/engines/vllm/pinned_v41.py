@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from anymla.engines.seams import Seam, seam
-from anymla.engines.vllm.pinned import STAND_INS, V41_MODEL, builder_seams
+from anymla.engines.vllm.pinned import STAND_INS, V41_MODEL, WATCH_SEAMS, builder_seams
 
 _V41, _MLA = "vllm.models.deepseek_v41", "vllm.v1.attention.backends.mla"
 _LAYER = f"{_V41}.attention:DeepseekV4Attention"
@@ -218,4 +218,6 @@ def v41_seams_of(platform: str, parts: Collection[str]) -> list[Seam]:
         found += _SEAMS.get(part, ())
     if platform == "cpu" and "attention" in parts:
         found += STAND_INS
+    if "watch" in parts:
+        found += WATCH_SEAMS
     return list(dict.fromkeys(found))

@@ -35,6 +35,10 @@ def register() -> None:
         for line in report.lines(machine, parts):
             _say(logging.INFO, line)
         return
+    if report.audited() or report.watched():
+        from anymla.engines import server_metrics  # imports torch
+
+        server_metrics.share()
     from vllm import ModelRegistry
 
     ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{_MODEL}:AnymlaDeepseekV4")

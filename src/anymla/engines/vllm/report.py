@@ -165,17 +165,27 @@ def refusal(version: str | None) -> str | None:
 def refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
     """Return why nothing may be replaced in the installed vLLM: seams that its source lacks.
 
-    None if it has all that replacing these parts, and an audit if requested, rely on.
+    None if it has all that replacing these parts, and an audit or a watch over compilation if
+    requested, rely on.
     """
     names = [part.name for part in parts if part.replaced] + [AUDIT] * audited()
+    names += ["watch"] if names and watched() else []
     return _refusal(missing_seams(source_of_vllm(), machine.platform, names) if names else [])
 
 
 def v41_refusal_by_source(machine: Machine, parts: list[Part]) -> str | None:
     """Return the same reason for DeepSeek-V4.1, which is not audited."""
     names = [part.name for part in parts if part.replaced]
+    names += ["watch"] if names and watched() else []
     root = source_of_vllm()
     return _refusal(missing_v41_seams(root, machine.platform, names) if names else [])
+
+
+def watched() -> bool:
+    """True if the environment asks for a watch over kernels that are compiled in service."""
+    from anymla.ops.compile_watch import mode  # imports torch
+
+    return mode() != "off"
 
 
 def _refusal(missing: list[str]) -> str | None:

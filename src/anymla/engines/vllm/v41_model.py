@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.models.deepseek_v41.nvidia.model import DeepseekV41LLMForCausalLM
 from vllm.triton_utils.dispatcher import register_kernels
 
-from anymla.engines.vllm import cpu_kernels, hyper_connection, report
+from anymla.engines.vllm import compile_watch, cpu_kernels, hyper_connection, report
 from anymla.engines.vllm.parts import check_rows
 from anymla.engines.vllm.pinned import METADATA_KERNELS, V41_MODEL
 from anymla.engines.vllm.v41_attention import AnymlaV41Attention
@@ -131,6 +131,7 @@ class AnymlaDeepseekV41(DeepseekV41LLMForCausalLM):
         vllm_config.cache_config.swa_bounded_replay = False
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
+        compile_watch.install()
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
         """Load weights as vLLM does; drop its router's image bias without a vision tower."""

@@ -162,17 +162,17 @@ class Rehearsal:
         for layer, tokens in itertools.product(kinds.values(), _sizes(self.most_tokens)):
             for context, before in itertools.product((short, longest), _BEFORE_CHUNK):
                 self._attend(layer, tokens, _Prefill([layer], tokens, context, before))
-            for before in _BEFORE:
-                if before + tokens > self.most_tokens:
+            for decodes in _BEFORE:
+                if decodes + tokens > self.most_tokens:
                     continue
                 if self._attend_by_slots(tokens, longest):
-                    step = _Mixed(layer, before, tokens, (longest, longest))
-                    self._attend(layer, before + tokens, step)
+                    step = _Mixed(layer, decodes, tokens, (longest, longest))
+                    self._attend(layer, decodes + tokens, step)
                 if layer.indexer is not None:
                     pairs = [(short, each) for each in self.contexts]
                     pairs += [(each, short) for each in self.contexts]
-                    steps = (_Mixed(layer, before, tokens, contexts) for contexts in pairs)
-                    self._select(layer, before + tokens, steps)
+                    steps = (_Mixed(layer, decodes, tokens, contexts) for contexts in pairs)
+                    self._select(layer, decodes + tokens, steps)
             if layer.indexer is not None and tokens <= self.most_decodes:
                 self._select(layer, tokens + 1, [_Mixed(layer, tokens, 1, (short, longest))])
 

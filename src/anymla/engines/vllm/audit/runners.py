@@ -16,6 +16,7 @@ from anymla import __version__
 from anymla.audit.auditor import Auditor
 from anymla.audit.process import JudgeProcess
 from anymla.audit.settings import Settings
+from anymla.engines import server_metrics
 from anymla.engines.vllm.audit.hooks import Hooks
 from anymla.engines.vllm.audit.method import LOG
 from anymla.engines.vllm.pinned import installed_version
@@ -35,6 +36,7 @@ def start(model: nn.Module, runner_of_steps: bool = True) -> Hooks:
     settings = Settings.of(os.environ.get(VARIABLE, ""))
     judges = [JudgeProcess(2 if settings.judges == 1 else 1) for _ in range(settings.judges)]
     auditor = Auditor(settings, LOG, versions, judges)
+    server_metrics.count_audit(auditor)
     hooks = Hooks(model, auditor)
     hooks.streams.wrap_functions()
     if runner_of_steps:
