@@ -87,8 +87,9 @@ def test_an_alarm_is_told_dumped_and_counted(
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(lines) == 2
     assert "query of layer 0, request request 1, position 515, step 1" in lines[0]
-    dumped = list((tmp_path / "dumps").iterdir())
+    dumped = list((tmp_path / "dumps").glob("*.safetensors"))
     assert len(dumped) == 1
+    assert len(list((tmp_path / "dumps").iterdir())) == 2  # and its report
     assert str(dumped[0]) in lines[0]
     case, found = load_case(dumped[0])
     assert case.made_by == {"engine": "none"}
@@ -107,7 +108,11 @@ def test_a_dump_is_its_owners_and_takes_no_name_that_is_there(tmp_path: Path, ca
         wrong.tensors["out"][0, 0] += 100
         auditor.submit(wrong)
         auditor.drain()
-        return set(directory.iterdir())
+        written = set(directory.iterdir())
+        assert {file.lstat().st_mode & 0o777 for file in written if not file.is_symlink()} == {
+            0o600
+        }
+        return {file for file in written if file.suffix == ".safetensors"}
 
     (first,) = dumped()
     assert directory.stat().st_mode & 0o777 == 0o700
@@ -200,3 +205,22 @@ def test_a_process_judges_as_this_one_does(caplog: pytest.LogCaptureFixture) -> 
     auditor.drain()
     assert auditor.tallies["selection"].alarms == 1
     process.close()
+
+
+def test_figures_are_told_and_a_fault_of_that_stops_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    auditor = auditor_of(every=1)
+    told: list[tuple[int, int]] = []
+    auditor.changed = lambda: told.append((auditor.audited, auditor.tallies["query"].judged))
+    auditor.begin()
+    auditor.submit(case_of("query"))
+    auditor.drain()
+    auditor.end(1)
+    assert told == [(1, 1), (1, 1)]
+    auditor.changed = lambda: told[5]  # type: ignore[assignment, return-value]
+    for _ in range(2):
+        auditor.begin()
+        auditor.end(1)
+    assert auditor.audited == 3
+    assert caplog.text.count("not published from here on") == 1

@@ -6,25 +6,28 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import multiprocessing.util
 import os
 import queue
 import random
+import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from anymla.audit.case import Case, save_case
+from anymla.audit.case import Case, save_case, write_private
 from anymla.audit.checks import Finding
 from anymla.audit.packet import Packed
-from anymla.audit.process import Answer, judge_here
+from anymla.audit.process import Answer, JudgeProcess, judge_here
 from anymla.audit.settings import Settings
+from anymla.ops.compile_watch import WATCH
 
 Judge = Callable[[Packed], Sequence[Answer]]
-from anymla.ops.compile_watch import WATCH
 _WAITING = 16  # steps that may wait for a judge; further ones are counted but dropped
 _KEPT = 64  # number of alarms whose cases stay in memory
 _NAMES = 100  # file names that are tried for a dump
+_CLOSING = 3.0  # seconds that an engine's end may wait for judges; vLLM kills it after five
 
 
 @dataclasses.dataclass
@@ -58,10 +61,10 @@ class Auditor:
             judge failed.
         tallies: findings by method.
         alarms: the latest findings that exceeded their bounds.
+        changed: function that is called when figures have changed, from any of the threads.
     """
 
     def __init__(
-        changed: function that is called when figures have changed, from any of the threads.
         self,
         settings: Settings,
         log: logging.Logger,
@@ -82,16 +85,21 @@ class Auditor:
         self.step = self.audited = self.skipped = 0
         self.tallies: dict[str, Tally] = collections.defaultdict(Tally)
         self.alarms: collections.deque[tuple[Case, Finding]] = collections.deque(maxlen=_KEPT)
+        self.changed: Callable[[], None] = lambda: None
         self._dumped = 0
         self._started = time.monotonic()
         self._seen = 0
-        self.changed: Callable[[], None] = lambda: None
         self._noting = threading.Lock()
-        self._steps: queue.Queue[Callable[[], Packed]] = queue.Queue(_WAITING * len(judges))
-        for each in judges:
-            threading.Thread(
-                target=self._run, args=(each,), name="anymla-audit", daemon=True
-            ).start()
+        self._steps: queue.Queue[Callable[[], Packed] | None] = queue.Queue(_WAITING * len(judges))
+        self._judges, self._closed = judges, False
+        self._threads = [
+            threading.Thread(target=self._run, args=(each,), name="anymla-audit", daemon=True)
+            for each in judges
+        ]
+        for thread in self._threads:
+            thread.start()
+        # Also runs at the end of a child of multiprocessing, where no function of atexit does.
+        multiprocessing.util.Finalize(None, self.close, exitpriority=1)
 
     def next_is_audited(self) -> bool:
         """True if the next step is audited."""
@@ -108,6 +116,8 @@ class Auditor:
         self._seen += tokens
         if self.active and self.audited % 100 == 0:
             self.log.info("%s", self.summary())
+        if self.active:
+            self._tell()
         self.active = False
 
     def skip(self) -> None:
@@ -116,8 +126,6 @@ class Auditor:
         self.audited -= self.active
         self.active = False
 
-        if self.active:
-            self._tell()
     def random(self, what: str) -> random.Random:
         """Return a random generator for a choice in this step; its seed is reproducible."""
         return random.Random(f"{self.settings.seed} {self.step} {what}")
@@ -143,6 +151,8 @@ class Auditor:
     def submit_step(self, made: Callable[[], Packed]) -> None:
         """Submit the step's cases; ``made`` runs in a judge's thread and may wait for a device."""
         step = self.step
+        if self._closed:
+            return
 
         def stamped() -> Packed:
             packed = made()
@@ -153,6 +163,32 @@ class Auditor:
             self._steps.put_nowait(stamped)
         except queue.Full:
             self.skipped += 1
+
+    def close(self, seconds: float = _CLOSING) -> None:
+        """End the threads and judges; steps that wait are dropped.
+
+        A thread within torch must not outlive the interpreter: it would abort the process, and a
+        server would report that its engine died.
+
+        Args:
+            seconds: longest time to wait for the threads.
+        """
+        if self._closed:
+            return
+        self._closed, deadline = True, time.monotonic() + seconds
+        if self.audited:
+            self.log.info("%s", self.summary())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._steps.get_nowait()
+                self._steps.task_done()
+        for judge in self._judges:
+            with contextlib.suppress(queue.Full):
+                self._steps.put_nowait(None)
+            if isinstance(judge, JudgeProcess):
+                judge.kill()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def drain(self) -> None:
         """Wait until everything is judged."""
@@ -167,6 +203,7 @@ class Auditor:
         count = sum(tally.alarms for tally in self.tallies.values())
         looked = max((tally.tokens for tally in self.tallies.values()), default=0)
         rate = looked / max(time.monotonic() - self._started, 1e-9)
+        compiled = f"{WATCH.compiled} kernels compiled in service; " if WATCH.active else ""
         every = f"a fault in one token of a million shows after {1e6 / rate:.0f} s" if rate else ""
         return (
             f"audit: {self.audited} of {self.step} steps, {count} alarms, {self.skipped} skipped; "
@@ -176,6 +213,9 @@ class Auditor:
     def _run(self, judge: Judge) -> None:
         while True:
             made = self._steps.get()
+            if made is None:
+                self._steps.task_done()
+                return
             try:
                 packed = made()
                 answers = judge(packed)
@@ -184,9 +224,19 @@ class Auditor:
                         self._note(packed, index, answer)
             except Exception:  # a fault of the audit must never stop the engine
                 self.skipped += 1
-                self.log.exception("audit: a step cannot be judged")
+                if not self._closed:
+                    self.log.exception("audit: a step cannot be judged")
             finally:
+                self._tell()
                 self._steps.task_done()
+
+    def _tell(self) -> None:
+        """Call ``changed``; a fault of it must stop neither the engine nor the audit."""
+        try:
+            self.changed()
+        except Exception:
+            self.changed = lambda: None
+            self.log.exception("audit: its figures are not published from here on")
 
     def _note(self, packed: Packed, index: int, answer: Answer) -> None:
         planned = packed.planned[index]
@@ -203,16 +253,19 @@ class Auditor:
         if answer.ok:
             return
         tally.alarms += 1
-        compiled = f"{WATCH.compiled} kernels compiled in service; " if WATCH.active else ""
         case = packed.case(index).apart()
         self.alarms.append((case, answer))
-        self.log.error("audit: %s%s", describe(case, answer), self._dump(case, answer))
+        dump, why = self._dump(case, answer)
+        self.log.error("audit: %s", "\n  ".join(report(case, answer, dump, why)))
 
-    def _dump(self, case: Case, found: Finding) -> str:
-        if not self.settings.directory or self._dumped >= self.settings.dumps:
-            return ""
+    def _dump(self, case: Case, found: Finding) -> tuple[Path | None, str]:
+        """Write a case and its report; return the case's file, or None and the reason."""
+        if not self.settings.directory:
+            return None, "ANYMLA_AUDIT=directory=DIR keeps what can be replayed"
+        if self._dumped >= self.settings.dumps:
+            return None, f"not dumped: {self._dumped} are"
         if case.nbytes > self.settings.mebibytes << 20:
-            return f"; not dumped: {case.nbytes >> 20} MiB"
+            return None, f"not dumped: {case.nbytes >> 20} MiB"
         self._dumped += 1
         directory = Path(self.settings.directory)
         words = dataclasses.asdict(found) | {"worst": str(found.worst)}
@@ -224,19 +277,35 @@ class Auditor:
                 # A restarted server may have the same process number.
                 with contextlib.suppress(FileExistsError):
                     save_case(directory / name, case, words)
-                    return f"; dumped to {directory / name}"
+                    self._write_report(directory / name, case, found)
+                    return directory / name, ""
             raise FileExistsError(f"{directory / name} and others exist")
         except OSError as error:
-                self._tell()
-            return f"; not dumped: {error}"
+            return None, f"not dumped: {error}"
 
-    def _tell(self) -> None:
-        """Call ``changed``; a fault of it must stop neither the engine nor the audit."""
-        try:
-            self.changed()
-        except Exception:
-            self.changed = lambda: None
-            self.log.exception("audit: its figures are not published from here on")
+    def _write_report(self, dump: Path, case: Case, found: Finding) -> None:
+        """Write the lines of an alarm beside its dump."""
+        made_by = ", ".join(f"{name} {value}" for name, value in case.made_by.items())
+        lines = [*report(case, found, dump), f"inputs {case.digest()}, made by {made_by}"]
+        write_private(dump.with_suffix(".txt"), "\n".join([*lines, ""]).encode())
+
+
+def report(case: Case, found: Finding, dump: Path | None, why: str = "") -> list[str]:
+    """Return the lines of an alarm: the fault, its first value, its looks, and how to repeat it.
+
+    Args:
+        case: case that is wrong.
+        found: finding of its check.
+        dump: file of the case; None if there is none.
+        why: reason for which there is none.
+    """
+    lines = [describe(case, found)]
+    if found.first:
+        lines.append(f"first: {found.first}")
+    if found.looks:
+        lines.append(f"looks: {found.looks}")
+    repeat = why if dump is None else f"anymla replay {shlex.quote(str(dump))}"
+    return [*lines, f"repeat: {repeat}"] if repeat else lines
 
 
 def describe(case: Case, found: Finding) -> str:

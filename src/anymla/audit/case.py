@@ -142,7 +142,15 @@ def save_case(path: str | Path, case: Case, found: dict[str, Any] | None = None)
     Raises:
         OSError: the file cannot be written, or exists (as a link, too); the message names it.
     """
-    held = to_bytes(case, found)
+    write_private(path, to_bytes(case, found))
+
+
+def write_private(path: str | Path, held: bytes) -> None:
+    """Write a new file that only its owner can read.
+
+    Raises:
+        OSError: the file cannot be written, or exists (as a link, too); the message names it.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     with naming(path), os.fdopen(os.open(path, flags, 0o600), "wb") as file:
         file.write(held)

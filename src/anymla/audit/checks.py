@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anymla.audit.case import Case
+from anymla.audit.looks import kind_of, looks_of, places, same_bytes
 from anymla.formats.fp8_block import dequantize_fp8_weight
 from anymla.formats.interchange import ocp_codes
 from anymla.formats.mxfp4 import dequantize_mxfp4
@@ -44,6 +45,8 @@ class Finding:
         token: index in the case of the token with that error.
         what: one line with the value, the expected value and the allowed error.
         mean: root mean square of the errors in units of the allowed error; 0 if not applicable.
+        first: the first value that is wrong in the order of memory, as ``what``; "" if it is that.
+        looks: which values are wrong and what they look like, for a person; "" if nothing is said.
     """
 
     method: str
@@ -52,6 +55,8 @@ class Finding:
     token: int
     what: str
     mean: float = 0.0
+    first: str = ""
+    looks: str = ""
 
 
 def judge(case: Case) -> Finding:
@@ -75,30 +80,48 @@ def _right(case: Case) -> Finding:
     return Finding(case.method, True, 0.0, 0, "")
 
 
-def _wrong(case: Case, token: int, what: str) -> Finding:
+def _wrong(case: Case, token: int, what: str, looks: str = "") -> Finding:
     """Return the finding of a fault that has no distance."""
-    return Finding(case.method, False, math.inf, token, what)
+    return Finding(case.method, False, math.inf, token, what, looks=looks)
+
+
+def _names(case: Case) -> list[str]:
+    """Return the name of each token of a case."""
+    pairs = zip(case.requests, case.positions, strict=True)
+    return [f"request {request}, position {position}" for request, position in pairs]
 
 
 def _distance(case: Case, pairs: Mapping[str, tuple[Tensor, ...]]) -> Finding:
     """Compare (got, want, allowed) by name; the first dimension counts tokens."""
     worst, token, what, squares, count = -1.0, 0, "", 0.0, 0
+    first = looks = ""
     for name, (got, want, allowed) in pairs.items():
         got, want = got.double(), want.double()
         ratio = (got - want).abs() / allowed.expand_as(want).clamp(min=1e-300)
         ratio = torch.where(got == want, 0.0, ratio).nan_to_num(nan=math.inf)
         squares, count = squares + float(ratio.square().sum()), count + ratio.numel()
-        if ratio.numel() and float(ratio.max()) > worst:
-            at = int(ratio.argmax())
-            place = [int(i) for i in torch.unravel_index(torch.tensor(at), ratio.shape)]
-            worst, token = float(ratio.flatten()[at]), place[0]
-            what = (
-                f"{name}{place[1:]} is {float(got[tuple(place)]):.6g}, "
-                f"should be {float(want[tuple(place)]):.6g}, "
-                f"may be off by {float(allowed.expand_as(want)[tuple(place)]):.3g}"
-            )
+        if not ratio.numel():
+            continue
+        allowed = allowed.expand_as(want)
+        if float(ratio.max()) > worst:
+            worst, at = float(ratio.max()), int(ratio.argmax())
+            token, what = _value(name, at, got, want, allowed)
+        if not first and float(ratio.max()) > 1:
+            at = int((ratio > 1).flatten().nonzero()[0])
+            one, first = _value(name, at, got, want, allowed)
+            names = _names(case) if len(case.positions) == len(got) else [""] * len(got)
+            heads = "head" if case.method in ("attention", "query", "index_query") else "row"
+            looks = f"{name}, {looks_of(got, want, allowed, one, names, heads)}"
     mean = math.sqrt(squares / count) if count else 0.0
-    return Finding(case.method, worst <= 1, max(worst, 0.0), token, what, mean)
+    first = "" if first == what else first
+    return Finding(case.method, worst <= 1, max(worst, 0.0), token, what, mean, first, looks)
+
+
+def _value(name: str, at: int, got: Tensor, want: Tensor, allowed: Tensor) -> tuple[int, str]:
+    """Return the token of a value, by its index in memory, and a line about it."""
+    token, *place = (int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    held, should, off = (float(each.flatten()[at]) for each in (got, want, allowed))
+    return token, f"{name}{place} is {held:.6g}, should be {should:.6g}, may be off by {off:.3g}"
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:
@@ -159,7 +182,11 @@ def _rows(case: Case, exact: Tensor, slack: Tensor, layout: str) -> Finding:
         f"{float(stored[row, channel]):.6g}, computed {float(exact[row, channel]):.6g} "
         f"+- {float(slack[row, channel]):.3g}"
     )
-    return _wrong(case, row, what)
+    held = torch.cat((data, scales.view(torch.uint8).view(len(data), -1)), 1)
+    wrong, may = ~explained[row], slack + exact.abs() / 8  # a code's step
+    looks = same_bytes(held, row, _names(case))
+    looks = looks or kind_of(stored.double(), exact, may, row, wrong, _names(case))
+    return _wrong(case, row, what, ": ".join(filter(None, (places(wrong), looks))))
 
 
 def _window_row(case: Case) -> Finding:
@@ -298,7 +325,22 @@ def _slots(case: Case) -> Finding:
         f"{case.numbers['what']}: {len(got)} listed, {len(want)} wanted; "
         f"missing {missing[:4]}, strange {strange[:4]}"
     )
-    return _wrong(case, 0, what)
+    return _wrong(case, 0, what, _slots_look(got, missing, strange, page_size))
+
+
+def _slots_look(got: Tensor, missing: list[int], strange: list[int], page_size: int) -> str:
+    """Describe a wrong list of slots."""
+    if not len(got):
+        return "an empty list"
+    pages = sorted({slot // page_size for slot in strange})
+    twice = len(got) - len(got.unique())
+    parts = [
+        f"slots of page {pages[0]}, which is not the request's place" if len(pages) == 1 else "",
+        f"slots of {len(pages)} pages" if len(pages) > 1 else "",
+        f"{twice} listed twice" if twice else "",
+        f"{len(missing)} left out" if missing and not strange else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _attention(case: Case) -> Finding:
@@ -469,7 +511,10 @@ def _at_rest(case: Case) -> Finding:
         f"{int(case.tensors['since'][row])}; first [{first}]: {int(before[row, first])}, now "
         f"{int(after[row, first])}"
     )
-    return _wrong(case, row, what)
+    names = [f"entry {int(entry)}" for entry in case.tensors["entries"]]
+    looks = same_bytes(after, row, names)
+    rows = f"{int(bad.sum())} of {len(bad)} rows looked at again"
+    return _wrong(case, row, what, f"{rows}: {looks}" if looks else rows)
 
 
 def _hc_post(case: Case) -> Finding:

@@ -48,6 +48,7 @@ class JudgeProcess:
         """
         self._threads = threads
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
 
     def __call__(self, packed: Packed) -> Sequence[Answer]:
         """Judge as ``judge_here`` does.
@@ -55,6 +56,8 @@ class JudgeProcess:
         Raises:
             OSError: the process has ended; the next call starts another.
         """
+        if self._killed:
+            raise OSError("the process that judges was ended")
         if self._process is not None and self._process.poll() is not None:
             self.close()
         process = self._process = self._process or self._start()
@@ -79,6 +82,13 @@ class JudgeProcess:
             with contextlib.suppress(BrokenPipeError):
                 process.communicate()
 
+    def kill(self) -> None:
+        """End the process at once, whatever it judges; a thread that waits for it gets OSError."""
+        self._killed = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
     def _start(self) -> subprocess.Popen[bytes]:
         count = str(self._threads)
         few = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "CUDA_VISIBLE_DEVICES": ""}
@@ -87,6 +97,8 @@ class JudgeProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | few | same_modules(),
+            # A terminal's Ctrl-C is for the engine, which ends this process.
+            start_new_session=True,
         )
 
 

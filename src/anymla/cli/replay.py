@@ -36,8 +36,9 @@ def command(*, dump: Path, device: str | None) -> None:
     click.echo(one_line(f"{case.method} of {case.layer}, step {case.step}, inputs {digest}"))
     if made_by:
         click.echo(one_line(f"made by {made_by}"))
-    if was.get("what"):
-        click.echo(one_line(f"when dumped: {was['what']}"))
+    for name, said in {"what": "when dumped", "first": "first", "looks": "looks"}.items():
+        if was.get(name):
+            click.echo(one_line(f"{said}: {was[name]}"))
     for verdict in verdicts:
         said = verdict.why if verdict.found is None else _line(verdict.found)
         click.echo(one_line(f"{verdict.who}: {said}"))
