@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from anymla.cli.main import main
-from anymla.runtime import kernel_archive
+from anymla.ops import kernel_archive
 
 
 def test_a_warm_up_runs_every_size(tiny, monkeypatch):

@@ -13,8 +13,8 @@ from anymla.cli.bad_input import bad_input
 from anymla.cli.files import OutputFile
 from anymla.cli.numbers import count
 from anymla.cli.run_options import RunOptions, run_options
+from anymla.ops.kernel_archive import Shipped, export_kernels, import_kernels
 from anymla.runtime.engine import Engine
-from anymla.runtime.kernel_archive import Shipped, export_kernels, import_kernels
 from anymla.runtime.launch import launched
 
 

@@ -19,8 +19,8 @@ from anymla.ops.device import has_triton
 if not has_triton():
     pytest.skip("triton is an extra", allow_module_level=True)
 
-from anymla.runtime import kernel_archive
-from anymla.runtime.kernel_archive import ArchiveError, export_kernels, import_kernels
+from anymla.ops import kernel_archive
+from anymla.ops.kernel_archive import ArchiveError, export_kernels, import_kernels
 
 KERNELS = """
     import triton
