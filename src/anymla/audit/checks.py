@@ -46,7 +46,7 @@ class Finding:
         what: one line with the value, the expected value and the allowed error.
         mean: root mean square of the errors in units of the allowed error; 0 if not applicable.
         first: the first value that is wrong in the order of memory, as ``what``; "" if it is that.
-        looks: which values are wrong and what they look like, for a person; "" if nothing is said.
+        looks: description of the wrong values and of what they look like; "" if nothing is said.
     """
 
     method: str

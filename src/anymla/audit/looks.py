@@ -35,7 +35,7 @@ def looks_of(
         allowed: largest error of each value in the same shape.
         token: index of the token.
         names: names of the tokens, [T].
-        rows: what the second of three dimensions counts.
+        rows: name of an index of the second dimension of three.
     """
     error = (got - want).abs()
     right = (got == want) | (error <= allowed)

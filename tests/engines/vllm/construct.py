@@ -168,6 +168,10 @@ def audited(built: nn.Module) -> dict[str, Any]:
     }
 
 
+def _has_cache(module: Any) -> bool:
+    return hasattr(module, "get_kv_cache_spec")
+
+
 def build(checkpoint: str, platform: Any) -> dict[str, Any]:
     """By the parts that are replaced: how many modules of each class, and of which class of
     anymla's those are that vLLM had built as its own."""
@@ -215,7 +219,10 @@ def build(checkpoint: str, platform: Any) -> dict[str, Any]:
             with torch.device("meta"), several if "two" in chosen else contextlib.nullcontext():
                 built = model.AnymlaDeepseekV4(vllm_config=config)
             names = collections.Counter(type(each).__name__ for each in built.modules())
+            layers = config.compilation_config.static_forward_context.items()
+            caches = {n: repr(m.get_kv_cache_spec(config)) for n, m in layers if _has_cache(m)}
             found[chosen] = {"classes": names, "exchanged": +exchanged}
+            found[chosen]["caches"] = caches
             found[chosen]["for all"] = bool(model.exchange.cache_info().currsize)
             attentions: list[Any] = [m for m in built.modules() if hasattr(m, "swa_cache_layer")]
             found[chosen]["streams"] = sum(m.aux_stream_list is not None for m in attentions)

@@ -68,7 +68,8 @@ def model(directory: Path) -> tuple[Any, Any]:
     pretended.join_alone(config, directory / "store")
     built = pretended.built(config, "meta")
     first = built.model.layers[0]
-    first.hc_attn_fn_broadcast = first.hc_attn_fn.data
+    if hasattr(first, "hc_attn_fn"):  # the first rank of a pipeline
+        first.hc_attn_fn_broadcast = first.hc_attn_fn.data
     for module in built.modules():
         if isinstance(module, linears.DeepseekV4Attention):
             module.aux_stream_list = None
@@ -231,7 +232,7 @@ class Step:
 
     def __init__(self, directory: Path) -> None:
         self.model, self.config = model(directory)
-        self.layers = [layer.attn for layer in self.model.model.layers]
+        self.layers = [each.attn for each in self.model.model.layers if hasattr(each, "attn")]
         give_caches(self.layers)
 
     def run(self, decodes: int, prompt: int) -> Any:

@@ -154,7 +154,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def serve(checkpoint: Path, log: Path, *options: str) -> Iterator[str]:
+def serve(
+    checkpoint: Path, log: Path, *options: str, mode: str = "auto", **more: str
+) -> Iterator[str]:
     """``vllm serve`` on a free port of this machine; yields its address once it is healthy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -164,7 +166,7 @@ def serve(checkpoint: Path, log: Path, *options: str) -> Iterator[str]:
     with log.open("w") as sink:
         process = subprocess.Popen(
             command,
-            env=environment("auto"),
+            env=environment(mode, **more),
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,

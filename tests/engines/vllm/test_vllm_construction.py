@@ -1,5 +1,6 @@
 """vLLM's model is built with each part of anymla's, where a CPU pretends to be another device."""
 
+import json
 import os
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -85,10 +86,23 @@ def assert_each_part_is_anymlas_where_asked(
 def test_the_model_of_the_vllm_installed_here(checkpoint: Path, tmp_path: Path) -> None:
     """0.32 has the classes of what it has built exchanged."""
     found = look_up("construct.py", tmp_path, "off", str(checkpoint), "sm_90")
+    assert_caches_are_vllms(
+        {chosen: each for chosen, each in found.items() if "image" not in chosen}
+    )
     assert_each_part_is_anymlas_where_asked(found, FASTER)
     index = {"AnymlaIndexer": 2, "AnymlaIndexerCache": 2}
     assert found["force"]["exchanged"] == {"AnymlaCompressor": 5, **index}
     assert found["attention"]["exchanged"] == {}
+
+
+def assert_caches_are_vllms(found: dict[str, Any]) -> None:
+    """A connector registers caches by their layers' names, and moves pages of these sizes.
+
+    So two engines can hand each other requests, whatever each of them replaces. Layers of ratios 0,
+    4, 128, 4 have four windows, and three main caches and two of index keys, each with its states.
+    """
+    (caches,) = {json.dumps(each["caches"], sort_keys=True) for each in found.values()}
+    assert len(json.loads(caches)) == 4 + 2 * (3 + 2)
 
 
 @needs_source
@@ -98,6 +112,9 @@ def test_the_model_of_another_vllm_is_asked_for_its_classes(
     """From 0.33 on no class is exchanged but that of the main compressors."""
     source = Path(os.environ[SOURCE])
     found = look_up("construct.py", tmp_path, "off", str(checkpoint), "sm_90", source=source)
+    assert_caches_are_vllms(
+        {chosen: each for chosen, each in found.items() if "image" not in chosen}
+    )
     assert_each_part_is_anymlas_where_asked(found, set(COUNTS))
     main = {"AnymlaCompressor": 3}
     expected = {"compressor": main, "force": main, "auto": main}

@@ -204,6 +204,32 @@ def test_nothing_is_replaced_beside_a_vision_tower(machine: Machine, chosen: str
     assert report.within(parts, config) == parts
 
 
+@pytest.mark.parametrize("chosen", ["auto", "force", "experts,linears"])
+def test_experts_and_linear_layers_stay_beside_lora(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is asked for: adapters would be lost, and nobody told."""
+    monkeypatch.setattr(report, "installed_version", lambda: "0.33.0")
+    parallel = SimpleNamespace(
+        world_size_across_dp=1, tensor_parallel_size=1, enable_expert_parallel=False
+    )
+    config = SimpleNamespace(
+        speculative_config=None,
+        parallel_config=parallel,
+        model_config=text_model(),
+        lora_config=object(),
+    )
+    parts = report.plan(cuda(9), chosen)
+    found = {part.name: part for part in report.within(parts, config)}
+    for name in (report.EXPERTS, report.LINEARS):
+        assert not found[name].replaced
+        assert "LoRA" in found[name].why
+        found.pop(name)
+    assert all(found[part.name] == part for part in parts if part.name in found)
+    config.lora_config = None
+    assert report.within(parts, config) == parts
+
+
 @pytest.mark.parametrize("chosen", ["force", "attention"])
 def test_a_platform_without_an_adapter_keeps_everything(chosen: str) -> None:
     assert not replaced(Machine("tpu"), chosen)

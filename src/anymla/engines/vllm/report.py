@@ -287,11 +287,17 @@ def within(parts: list[Part], vllm_config: Any) -> list[Part]:
     Nothing is replaced beside a vision tower, see ``has_vision_tower``. A part that is replaced for
     speed alone stays vLLM's in setups without a measurement of a whole model: with drafts, and on
     several GPUs other than ``FASTER_ON``. Hyper-connections are the same everywhere, a token at a
-    time.
+    time. Beside LoRA experts and linear layers stay vLLM's, because adapters are added within them.
     """
     if has_vision_tower(vllm_config):
         kept = "a vision tower: tokens of an image see each other, anymla's windows are causal"
         return [Part(part.name, False, kept) for part in parts]
+    if getattr(vllm_config, "lora_config", None) is not None:
+        kept = "LoRA: adapters are added within vLLM's own layers"
+        parts = [
+            Part(part.name, False, kept) if part.name in (EXPERTS, LINEARS) else part
+            for part in parts
+        ]
     parallel = vllm_config.parallel_config
     gpus = parallel.world_size_across_dp
     why = ""

@@ -173,7 +173,7 @@ class Rehearsal:
                     pairs += [(each, short) for each in self.contexts]
                     steps = (_Mixed(layer, decodes, tokens, contexts) for contexts in pairs)
                     self._select(layer, decodes + tokens, steps)
-            if layer.indexer is not None and tokens <= self.most_decodes:
+            if layer.indexer is not None and tokens <= min(self.most_decodes, self.most_tokens - 1):
                 self._select(layer, tokens + 1, [_Mixed(layer, tokens, 1, (short, longest))])
 
     def _attend_by_slots(self, tokens: int, context: int) -> bool:
