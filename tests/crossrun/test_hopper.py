@@ -231,6 +231,37 @@ def test_bytes_are_chosen_and_pairs_of_bfloat16_multiplied():
 
 
 @gluon.jit
+def _vectors_kernel(sums, out, x, y, n):
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    both = gl.load(gl.where(lane % 2 == 0, x + lane, y + lane))
+    there = (lane < n).to(gl.int32)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $4, 0;"
+        " @p red.relaxed.gpu.global.add.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }",
+        "=r,l,f,f,r", [(sums + lane // 8 * 2).to(gl.int64), both, both * 2, there],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $6, 0;"
+        " @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
+        "=r,l,f,f,f,f,r",
+        [(out + lane * 4).to(gl.int64), both, both * 2, both * 3, both * 4, there],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def test_vectors_in_global_memory():
+    x, y = torch.arange(32.0), -torch.arange(32.0)
+    sums, out = torch.ones(4, 2), torch.full((32, 4), torch.nan)
+    run(_vectors_kernel, 1, sums, out, x, y, 20, num_warps=1)
+    both = torch.where(torch.arange(32) % 2 == 0, x, y)
+    want = (both * (torch.arange(32) < 20)).view(4, 8).sum(1)
+    assert torch.equal(sums, 1 + torch.stack((want, 2 * want), 1))
+    assert torch.equal(out[:20], both[:20, None] * torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert out[20:].isnan().all()
+
+
+@gluon.jit
 def _outside_kernel(x, n):
     at = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.store(x + at, at, mask=at < n)

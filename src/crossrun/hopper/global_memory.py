@@ -81,8 +81,22 @@ class GlobalMemory:
                 return Value(data.clone(), kind)
             number = int(data)
             return as_value(number & kind.mask if kind.widened else number, kind)
-        whole, place = self._elements(addresses, kind)
-        return Value(_held(whole[place], kind), kind)
+        return Value(self._read(addresses, kind), kind)
+
+    def _read(self, addresses: Tensor, kind: Kind) -> Tensor:
+        """Read elements, which may lie in several tensors."""
+        starts = torch.tensor(self._starts)
+        owner = torch.searchsorted(starts, addresses, right=True)
+        low, high = (int(x) for x in owner.aminmax())
+        if low == high:
+            whole, place = self._elements(addresses, kind)
+            return _held(whole[place], kind)
+        out = torch.empty(addresses.shape, dtype=kind.torch)
+        for number in owner.unique().tolist():
+            mine = owner == number
+            whole, place = self._elements(addresses[mine], kind)
+            out[mine] = _held(whole[place], kind)
+        return out
 
     def _some(self, addresses: Tensor, there: Tensor, kind: Kind, other: Value | None) -> Tensor:
         out: Tensor
@@ -91,12 +105,18 @@ class GlobalMemory:
         else:
             out = other.cast(kind).tensor.expand(addresses.shape).clone()
         if there.any():
-            whole, place = self._elements(addresses[there], kind)
-            out[there] = _held(whole[place], kind)
+            out[there] = self._read(addresses[there], kind)
         return out
 
     def store(self, pointer: Value, x: Value, mask: Value | None) -> None:
         """Store elements where ``mask`` is True, or all of them without a mask."""
+        self._change(pointer, x, mask, adds=False)
+
+    def add(self, pointer: Value, x: Value, mask: Value | None) -> None:
+        """Add elements where ``mask`` is True, one after the other."""
+        self._change(pointer, x, mask, adds=True)
+
+    def _change(self, pointer: Value, x: Value, mask: Value | None, *, adds: bool) -> None:
         kind = pointer.kind.element
         if kind is None:
             raise TypeError("a store to what is no address")
@@ -109,7 +129,11 @@ class GlobalMemory:
         if not addresses.numel():
             return
         whole, place = self._elements(addresses, kind)
-        whole[place] = data.to(kind.memory) if kind.widened else data
+        data = data.to(kind.memory) if kind.widened else data
+        if adds:
+            whole.index_put_((place,), data, accumulate=True)
+        else:
+            whole[place] = data
 
 
 def _held(data: Tensor, kind: Kind) -> Tensor:

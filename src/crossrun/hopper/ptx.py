@@ -397,6 +397,9 @@ class _Run:
             self.put(name, x)
 
     def op_st(self, parts: tuple[str, ...], operands: tuple[str, ...]) -> None:
+        if parts[1] == "global" and parts[-1] == "f32":
+            self.floats(operands, self.machine.memory.store)
+            return
         if not parts[1].startswith("shared") or not parts[-1].endswith("32"):
             raise NotModelled(f"PTX: {'.'.join(parts)}")
         at = self.chosen(self.address(operands[0]))
@@ -404,7 +407,21 @@ class _Run:
             self.machine.raw.store(at + 4 * n, self.chosen(_bits(self.get(name))))
 
     def op_red(self, parts: tuple[str, ...], operands: tuple[str, ...]) -> None:
-        self.op_atom(parts, ("_", *operands))
+        if "global" in parts and "add" in parts and parts[-1] == "f32":
+            self.machine.cta.pause()
+            self.floats(operands, self.machine.memory.add)
+        else:
+            self.op_atom(parts, ("_", *operands))
+
+    def floats(
+        self, operands: tuple[str, ...], access: Callable[[Value, Value, Value | None], None]
+    ) -> None:
+        """Store or add neighbouring float32 of a vector to global memory."""
+        at = self.address(operands[0])
+        mask = None if self.active is None else Value(self.active, kind_of(torch.bool))
+        for n, name in enumerate(self.names(operands[1])):
+            x = Value(_float(self.get(name)).expand(self.lanes), FLOAT32)
+            access(Value(at + 4 * n, pointer_to(FLOAT32)), x, mask)
 
     def op_atom(self, parts: tuple[str, ...], operands: tuple[str, ...]) -> None:
         if not parts[1].startswith("shared") or "add" not in parts:
