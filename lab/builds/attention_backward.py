@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -35,6 +36,26 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     ):
         label = f"gradients, {FLASH_SELECTED}, {word}"
         yield label, functools.partial(_differentiate, FLASH_SELECTED, **options)
+    if target.name == "sm_90":
+        yield from _hopper_calls()
+
+
+def _hopper_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    calls: list[tuple[PrefillShape, dict[str, Any]]] = [
+        (FLASH_SELECTED, {}),
+        (FLASH_ALL, {}),
+        (PRO_SELECTED, {}),
+        (FLASH_SELECTED, {"deterministic": True}),
+        (FLASH_SELECTED, {"gradients": "queries"}),
+        (FLASH_SELECTED, {"gradients": "rows"}),
+        (FLASH_SELECTED, {"dlse": True}),
+        (FLASH_ALL, {"deterministic": True}),
+        (FLASH_ALL, {"deterministic": True, "dlse": True}),
+    ]
+    for shape, options in calls:
+        words = ", ".join(["Gluon", *(f"{name} {value}" for name, value in options.items())])
+        made = functools.partial(_differentiate, shape, backend="gluon_sm90", **options)
+        yield f"gradients, {shape}, {words}", made
 
 
 def _differentiate(
@@ -42,8 +63,10 @@ def _differentiate(
     *,
     dtype: torch.dtype = torch.bfloat16,
     extras: bool = False,
+    dlse: bool = False,
     deterministic: bool = False,
     gradients: str = "all",
+    backend: str = "triton",
 ) -> None:
     tokens, heads = shape.tokens, shape.heads
     dout, q, out = (empty((tokens, heads, CHANNELS), dtype=dtype) for _ in range(3))
@@ -53,13 +76,18 @@ def _differentiate(
         empty((tokens, 4), dtype=torch.int32),
         empty((tokens, shape.topk), dtype=torch.int32) if shape.topk else None, out,
         float32((tokens, heads)), window=shape.window, entries=width, sink=float32(heads),
-        dlse=float32((tokens, heads)) if extras else None, deterministic=deterministic,
-        gradients=gradients, mass=float32((tokens, width)) if extras else None, backend="triton",
+        dlse=float32((tokens, heads)) if extras or dlse else None, deterministic=deterministic,
+        gradients=gradients, mass=float32((tokens, width)) if extras else None, backend=backend,
     )  # fmt: skip
 
 
 def judgement(build: Build, target: Target) -> Judgement:
     """Return the accepted spills and required matrix instructions of a build."""
+    if build.name == "range_backward_kernel":
+        return Judgement(matrix=True)
+    if build.name == "prefill_backward_kernel":
+        # Beside addresses of columns, those of shared memory are kept outside of registers.
+        return Judgement(matrix=True, spills=40 if "deterministic" in build.label else 0)
     if build.name not in ("backward_kernel", "window_rows_kernel"):
         return Judgement()
     if build.types["q_ptr"] == "*fp32":

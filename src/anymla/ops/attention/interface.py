@@ -19,7 +19,10 @@ from anymla.ops.attention.decode_support import (
     triton_attention_support,
     triton_rows_support,
 )
-from anymla.ops.attention.prefill_backward_config import triton_backward_support
+from anymla.ops.attention.prefill_backward_config import (
+    gluon_backward_support,
+    triton_backward_support,
+)
 from anymla.ops.attention.prefill_config import gluon_prefill_support
 from anymla.ops.device import runs_gluon, target_of
 from anymla.ops.registry import (
@@ -486,4 +489,10 @@ prefill_attention_backward.register_lazy("reference", f"{_FAMILY}.reference")
 prefill_attention_backward.register_lazy("torch", f"{_FAMILY}.torch_prefill_backward")
 prefill_attention_backward.register_lazy(
     "triton", f"{_FAMILY}.triton_prefill_backward_launch", supports=triton_backward_support
+)
+prefill_attention_backward.register_lazy(
+    "gluon_sm90",
+    f"{_FAMILY}.gluon_sm90_prefill_backward_launch",
+    supports=gluon_backward_support,
+    automatic=False,  # until it has been measured
 )

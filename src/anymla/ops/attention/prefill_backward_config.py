@@ -1,4 +1,4 @@
-"""Choices for Triton's gradients of prefill attention, and the calls that it takes."""
+"""Choices for the gradients of prefill attention, and the calls that their backends take."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from anymla.ops.attention.prefill_config import CHANNELS, HEADS, runs_on
 from anymla.ops.device import Support, Target, float32_support, target_of
 
 _CHANNELS = 512  # sums of more channels leave no tile that fits
 _LEAST_HEADS = 16  # the M of a matrix instruction
 # Bytes of addends to rows that are written out before they are summed in order.
 PARTS_BYTES = 1 << 30
+# Rows and heads that a CTA takes where Hopper's gradients are summed tile by tile.
+RANGE_ROWS, RANGE_HEADS = 64, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,27 @@ class BackwardConfig:
     parts: int = 1
     transposed: bool = False
     window_rows: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class GluonBackwardConfig:
+    """Launch parameters of the Hopper gradients.
+
+    Attributes:
+        channels: channels of a product, 64 or 128.
+        ahead: True to start the next block of addends before the last one's are reduced.
+        vector: float32 of a reduction in global memory, 2 or 4.
+        consumer_registers: registers per thread of each consumer; the producer gets the rest of
+            168 * 3.
+        range_tiles: True to sum the rows of calls without lists tile by tile, without atomics, as
+            is always done in a fixed order.
+    """
+
+    channels: int = 64
+    ahead: bool = False
+    vector: int = 4
+    consumer_registers: int = 216
+    range_tiles: bool = False
 
 
 def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardConfig:
@@ -68,6 +92,25 @@ def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardCon
     return BackwardConfig(_LEAST_HEADS, 16, 8)
 
 
+def choose_gluon_config() -> GluonBackwardConfig:
+    """Choose the launch parameters of the Hopper gradients."""
+    return GluonBackwardConfig()
+
+
+def range_splits(heads: int, reached: int, size: int, target: Target) -> int:
+    """Choose the number of parts of a tile's tokens, so that all SMs have a part.
+
+    Args:
+        heads: query heads H.
+        reached: number of rows that ranges are expected to reach.
+        size: number of all rows, for each of which every part has a sum.
+        target: machine that runs the kernel.
+    """
+    tiles = -(-reached // RANGE_ROWS) * (heads // RANGE_HEADS)
+    bytes_of_one = heads // RANGE_HEADS * size * CHANNELS * 4
+    return max(1, min(target.sm_count // max(tiles, 1), PARTS_BYTES // max(bytes_of_one, 1)))
+
+
 def _fitting(heads: int, most: int) -> int:
     """Return the smallest power of two that holds ``heads``, within a matrix tile and ``most``."""
     return min(max(1 << max(heads - 1, 0).bit_length(), _LEAST_HEADS), most)
@@ -87,4 +130,27 @@ def triton_backward_support(
     if support and q.dtype == torch.float32:
         # No matrix instruction keeps float32; torch multiplies with the vendor's library instead.
         return dataclasses.replace(support, automatic=False)
+    return support
+
+
+def gluon_backward_support(
+    dout: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    *args: object,
+    mass: Tensor | None = None,
+    **keywords: object,
+) -> Support:
+    """Return support of a ``prefill_attention_backward`` call by backend "gluon_sm90"."""
+    support = runs_on(q.device)
+    if not support:
+        return support
+    if q.dtype not in (torch.float16, torch.bfloat16) or rows.dtype != q.dtype:
+        return Support(False, "q and rows must both be float16, or both bfloat16")
+    if q.shape[2] != CHANNELS:
+        return Support(False, f"{CHANNELS} channels, got {q.shape[2]}")
+    if q.shape[1] % HEADS:
+        return Support(False, f"a multiple of {HEADS} heads, got {q.shape[1]}")
+    if mass is not None:
+        return Support(False, "no sums of probabilities over heads (mass)")
     return support

@@ -425,3 +425,34 @@ def segmented_sum_kernel(
                 part = (token * BLOCKS + block) * columns + column
                 sums += tl.load(parts_ptr + part * CHANNELS + channel, inside, other=0)
         tl.store(at, sums, inside)
+
+
+@triton.jit(do_not_specialize=["count", "size"])
+def sum_parts_kernel(
+    drows_ptr, parts_ptr, users_ptr, count, size,
+    CHANNELS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Add to the rows of tiles that have users the ``count`` parts of their sums, in order.
+
+    Args:
+        drows_ptr: gradient of the rows, which is added to, float32 [size, CHANNELS].
+        parts_ptr: parts of each row's gradient, float32 [count, size, CHANNELS].
+        users_ptr: first user and end of the last one of each tile of BN rows, int32 [tiles, 2].
+        count: number of parts.
+        size: number of rows.
+        CHANNELS: channels of a row, a power of two.
+        BN: rows of a tile.
+        BR: rows that a program takes.
+    """
+    first_row = tl.program_id(0) * BR
+    tile = first_row // BN
+    if tl.load(users_ptr + tile * 2) < tl.load(users_ptr + tile * 2 + 1):
+        row = first_row.to(tl.int64) + tl.arange(0, BR)
+        at = row[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+        kept = (row < size)[:, None] & (tl.arange(0, CHANNELS) >= 0)[None, :]
+        sums = tl.load(drows_ptr + at, kept, other=0)
+        part = parts_ptr + at
+        for _ in range(count):
+            sums += tl.load(part, kept, other=0)
+            part += size.to(tl.int64) * CHANNELS
+        tl.store(drows_ptr + at, sums, kept)

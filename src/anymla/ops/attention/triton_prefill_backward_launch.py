@@ -50,15 +50,7 @@ def prefill_attention_backward(
     """See the contract."""
     tokens, heads, channels = q.shape
     width = entries if lists is None else lists.shape[1]
-    dq = torch.empty(
-        q.shape if gradients != "rows" else (0, *q.shape[1:]), dtype=q.dtype, device=q.device
-    )
-    if drows is None:
-        listed = len(rows) if gradients != "queries" else 0
-        drows = torch.zeros((listed, channels), dtype=torch.float32, device=q.device)
-    elif gradients == "queries":
-        drows = drows[:0]
-    dsink = torch.zeros((tokens, heads), dtype=torch.float32, device=q.device)
+    dq, drows, dsink = allocate(q, rows, gradients, drows)
     if mass is not None:
         mass.zero_()
     if not tokens or not heads or not channels:
@@ -70,7 +62,7 @@ def prefill_attention_backward(
     ranges = ranges.contiguous()
     lists = None if lists is None else lists.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    delta, total = _denominators(dout, out, lse, sink, delta, dsink)
+    delta, total = denominators(dout, out, lse, sink, delta, dsink)
 
     scale = channels**-0.5 if scale is None else scale
     config = choose_config(heads, q.dtype, device_facts.target_of(q.device))
@@ -118,13 +110,28 @@ def prefill_attention_backward(
             some, total[chunk], delta[chunk], lse[chunk], None if dlse is None else dlse[chunk],
         )  # fmt: skip
         if kind is COLUMNS and width:
-            _add_in_order(drows, target, *named_rows(ranges[chunk], some, 0, entries))
+            add_in_order(drows, target, *named_rows(ranges[chunk], some, 0, entries))
     if mass is not None and parts is not None:
         mass.copy_(parts.sum(1))
     return dq, drows, dsink.sum(0)
 
 
-def _denominators(
+def allocate(
+    q: Tensor, rows: Tensor, gradients: str, drows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate dq; drows, zeros unless they are given; and each token's share of dsink, zeros."""
+    tokens, heads, channels = q.shape
+    wanted = 0 if gradients == "rows" else tokens
+    dq = torch.empty((wanted, heads, channels), dtype=q.dtype, device=q.device)
+    if drows is None:
+        listed = 0 if gradients == "queries" else len(rows)
+        drows = torch.zeros((listed, channels), dtype=torch.float32, device=q.device)
+    elif gradients == "queries":
+        drows = drows[:0]
+    return dq, drows, torch.zeros((tokens, heads), dtype=torch.float32, device=q.device)
+
+
+def denominators(
     dout: Tensor,
     out: Tensor | None,
     lse: Tensor,
@@ -148,7 +155,7 @@ def _denominators(
     return made, total
 
 
-def _add_in_order(drows: Tensor, parts: Tensor, index: Tensor, used: Tensor) -> None:
+def add_in_order(drows: Tensor, parts: Tensor, index: Tensor, used: Tensor) -> None:
     """Add parts [T, blocks, columns, D] to the rows that ``index`` [T, columns] names."""
     size, (_, blocks, columns, channels) = len(drows), parts.shape
     column = torch.arange(columns, device=index.device)
