@@ -108,6 +108,10 @@ class Call:
             "entries": more,
             "sink": draw(shape.heads),
         }
+        self.attend()
+
+    def attend(self) -> None:
+        """Compute the output of the inputs as they are."""
         self.out, self.lse = prefill_attention(
             self.q, self.rows, self.ranges, self.lists, **self.options
         )
