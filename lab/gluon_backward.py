@@ -67,6 +67,7 @@ def variants() -> dict[str, Variant]:
     }
     for config in (
         GluonBackwardConfig(),
+        GluonBackwardConfig(fused_delta=True),
         GluonBackwardConfig(vector=2),
         GluonBackwardConfig(128, vector=2, consumer_registers=232),
         GluonBackwardConfig(64, ahead=True, vector=2, consumer_registers=232),
@@ -79,7 +80,9 @@ def variants() -> dict[str, Variant]:
         ahead = ", ahead" * config.ahead
         name = (
             f"gluon, {config.channels} channels{ahead}, float32x{config.vector}, "
-            f"{config.consumer_registers} registers" + ", ranges by tiles" * config.range_tiles
+            f"{config.consumer_registers} registers"
+            + ", ranges by tiles" * config.range_tiles
+            + ", fused delta" * config.fused_delta
         )
         whole = config == GluonBackwardConfig()
         found[name] = Variant("gluon_sm90", config, tuple(WAYS) if whole else ("default",))

@@ -171,6 +171,18 @@ def test_sinks_that_are_not_finite(value):
     assert max(error(got[0], want.dq), error(got[1], want.drows)) < TOLERANCE
 
 
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("value", [None, -INF, INF, 2.4e38, 1.0])
+def test_delta_and_denominators_in_the_kernel(monkeypatch, heads, value):
+    config = GluonBackwardConfig(fused_delta=True)
+    monkeypatch.setattr(launch, "choose_gluon_config", lambda: config)
+    given = call(30, heads=heads, tokens=2, dlse=True)
+    given.case.ranges[0, [1, 3]] = 0
+    if value != 1.0:
+        given.case.sink = None if value is None else torch.full_like(given.case.sink, value)
+    given.check()
+
+
 def test_float16():
     call(7, dtype=torch.float16).check()
 

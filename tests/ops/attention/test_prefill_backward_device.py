@@ -8,6 +8,7 @@ from paged import a_device
 
 from anymla import train
 from anymla.ops.attention import prefill_attention_backward
+from anymla.ops.device import target_of
 from lab.backward_tiles import Call, Shape, error
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,20 @@ def test_against_torch(shape, deterministic):
     assert max(error(one, other) for one, other in zip(got, want, strict=True)) < 6e-3
     if deterministic:
         again = call.run(deterministic=True)
+        assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("shape", [one for one in SHAPES if one.heads % 64 == 0], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hopper_kernels_against_torch(shape, deterministic):
+    if target_of(a_device()).name != "sm_90":
+        pytest.skip("Hopper")
+    call = Call(shape, a_device())
+    want = call.run("torch")
+    got = call.run("gluon_sm90", deterministic=deterministic)
+    assert max(error(one, other) for one, other in zip(got, want, strict=True)) < 6e-3
+    if deterministic:
+        again = call.run("gluon_sm90", deterministic=True)
         assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 

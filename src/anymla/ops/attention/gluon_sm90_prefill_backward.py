@@ -42,9 +42,11 @@ from anymla.ops.attention.gluon_sm90_prefill_backward_shared import (
     ds_of_all_heads,
 )
 from anymla.ops.attention.gluon_sm90_prefill_backward_weights import (
+    Given,
     heads_like,
     join_weights,
     load_denominators,
+    make_denominators,
     split_products,
     weights_of,
 )
@@ -132,9 +134,10 @@ def _store_queries(acc, dq, tile, some, channel, CHANNELS: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    dq, drows, ranges, total, delta, lse, dlse, scale, window, width, tiles, shared,
-    w: gl.constexpr, HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr,
-    ROWS: gl.constexpr, CHANNELS: gl.constexpr, AHEAD: gl.constexpr, VECTOR: gl.constexpr,
+    dq, drows, ranges, given, scale, window, width, tiles, shared,
+    w: gl.constexpr, HEAD_BLOCKS: gl.constexpr, FUSED_DELTA: gl.constexpr, SINK: gl.constexpr,
+    DLSE: gl.constexpr, QUERIES: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr,
+    AHEAD: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
     """Run consumer ``w``; the other arguments are those of ``prefill_backward_kernel``."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -149,10 +152,13 @@ def _consume(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token = tile // HEAD_BLOCKS
         count0, count1, blocks0, blocks = counts_of(ranges, token, window, width)
-        at = tile.to(gl.int64) * HEADS + head
-        of_total, of_delta, of_lse, of_dlse = load_denominators(
-            total, delta, lse, dlse, at, head >= 0, DLSE
-        )
+        if FUSED_DELTA:
+            of_total, of_delta, of_lse, of_dlse = make_denominators(
+                given, tile, head, tile % HEAD_BLOCKS, w, SINK, DLSE
+            )
+        else:
+            at = tile.to(gl.int64) * HEADS + head
+            of_total, of_delta, of_lse, of_dlse = load_denominators(given, at, DLSE)
         sums = ()
         for j in gl.static_range(HALF):
             sums += (gl.zeros([HEADS, CHANNELS], gl.float32, CL),)
@@ -202,27 +208,29 @@ def _consume(
 
 @gluon.jit
 def consumer0(
-    dq, drows, ranges, total, delta, lse, dlse, scale, window, width, tiles, shared,
-    HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr, ROWS: gl.constexpr,
-    CHANNELS: gl.constexpr, AHEAD: gl.constexpr, VECTOR: gl.constexpr,
+    dq, drows, ranges, given, scale, window, width, tiles, shared,
+    HEAD_BLOCKS: gl.constexpr, FUSED_DELTA: gl.constexpr, SINK: gl.constexpr, DLSE: gl.constexpr,
+    QUERIES: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr, AHEAD: gl.constexpr,
+    VECTOR: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup 0."""
     _consume(
-        dq, drows, ranges, total, delta, lse, dlse, scale, window, width, tiles, shared, 0,
-        HEAD_BLOCKS, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
+        dq, drows, ranges, given, scale, window, width, tiles, shared, 0,
+        HEAD_BLOCKS, FUSED_DELTA, SINK, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
     )  # fmt: skip
 
 
 @gluon.jit
 def consumer1(
-    dq, drows, ranges, total, delta, lse, dlse, scale, window, width, tiles, shared,
-    HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr, ROWS: gl.constexpr,
-    CHANNELS: gl.constexpr, AHEAD: gl.constexpr, VECTOR: gl.constexpr,
+    dq, drows, ranges, given, scale, window, width, tiles, shared,
+    HEAD_BLOCKS: gl.constexpr, FUSED_DELTA: gl.constexpr, SINK: gl.constexpr, DLSE: gl.constexpr,
+    QUERIES: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr, AHEAD: gl.constexpr,
+    VECTOR: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup 1."""
     _consume(
-        dq, drows, ranges, total, delta, lse, dlse, scale, window, width, tiles, shared, 1,
-        HEAD_BLOCKS, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
+        dq, drows, ranges, given, scale, window, width, tiles, shared, 1,
+        HEAD_BLOCKS, FUSED_DELTA, SINK, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
     )  # fmt: skip
 
 
@@ -230,15 +238,18 @@ def consumer1(
 def prefill_backward_kernel(
     dq,
     drows,
+    dsink,
     dout,
     q,
     kv,
+    out,
     ranges,
     lists,
     total,
     delta,
     lse,
     dlse,
+    sink,
     scale,
     window,
     width,
@@ -246,6 +257,8 @@ def prefill_backward_kernel(
     tiles,
     HEAD_BLOCKS: gl.constexpr,
     LISTED: gl.constexpr,
+    FUSED_DELTA: gl.constexpr,
+    SINK: gl.constexpr,
     DLSE: gl.constexpr,
     QUERIES: gl.constexpr,
     ROWS: gl.constexpr,
@@ -261,15 +274,18 @@ def prefill_backward_kernel(
         drows: float32 rows of 512 channels: sums of each row, [N, 512], for REDUCTIONS; a row for
             each work tile and column of the second scope for COLUMNS, of which those that name no
             row are left as they are.
+        dsink: float32 [T, H], each token's share; used if FUSED_DELTA and SINK.
         dout: gradient of the output, [T, H, 512] of q's type.
         q: queries, [T, H, 512] of float16 or bfloat16.
         kv: rows, [N, 512] of q's type.
+        out: output of the forward pass, [T, H, 512]; used if FUSED_DELTA.
         ranges: int32 [T, 4], start and length of each query's window and of its second scope.
         lists: int32 [T, width], relative to the second scope's start; used if LISTED.
-        total: float32 [T, H], log2 of the denominators with the sink.
-        delta: float32 [T, H], sums <dout, out>.
-        lse: float32 [T, H], natural and without the sink; used if DLSE.
+        total: float32 [T, H], log2 of the denominators with the sink; used without FUSED_DELTA.
+        delta: float32 [T, H], sums <dout, out>; used without FUSED_DELTA.
+        lse: float32 [T, H], natural and without the sink; used if DLSE or FUSED_DELTA.
         dlse: float32 [T, H], gradient of lse; used if DLSE.
+        sink: sinks of the heads, float32 [H]; used if FUSED_DELTA and SINK.
         scale: factor of the scores.
         window: largest number of rows in a window.
         width: columns of ``lists``, or the largest number of entries.
@@ -277,6 +293,8 @@ def prefill_backward_kernel(
         tiles: number of work tiles, T * HEAD_BLOCKS.
         HEAD_BLOCKS: blocks of 64 heads per query.
         LISTED: True if the second scope is listed, False if it is a row range.
+        FUSED_DELTA: True to make denominators and <dout, out> here, False to load them.
+        SINK: True if heads have sinks.
         DLSE: True if lse has a gradient.
         QUERIES: True to compute dq.
         ROWS: NOTHING, REDUCTIONS or COLUMNS.
@@ -285,6 +303,7 @@ def prefill_backward_kernel(
         VECTOR: float32 of a reduction, 2 or 4.
         CONSUMER_REGISTERS: registers per thread of each consumer; the producer gets the rest.
     """
+    given = Given(dsink, dout, out, total, delta, lse, dlse, sink)
     shared = allocate(q.dtype.element_ty, CHANNELS)
     gl.warp_specialize(
         [
@@ -298,15 +317,15 @@ def prefill_backward_kernel(
             (
                 consumer0,
                 (
-                    dq, drows, ranges, total, delta, lse, dlse, scale, window, width, tiles, shared,
-                    HEAD_BLOCKS, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
+                    dq, drows, ranges, given, scale, window, width, tiles, shared,
+                    HEAD_BLOCKS, FUSED_DELTA, SINK, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
                 ),
             ),
             (
                 consumer1,
                 (
-                    dq, drows, ranges, total, delta, lse, dlse, scale, window, width, tiles, shared,
-                    HEAD_BLOCKS, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
+                    dq, drows, ranges, given, scale, window, width, tiles, shared,
+                    HEAD_BLOCKS, FUSED_DELTA, SINK, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
                 ),
             ),
         ],

@@ -63,11 +63,18 @@ def prefill_attention_backward(
     dout, q, rows, ranges = (each.contiguous() for each in (dout, q, rows, ranges))
     lists = None if lists is None else lists.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    delta, total = denominators(dout, out, lse, sink, delta, dsink)
     scale = channels**-0.5 if scale is None else scale
     config = choose_gluon_config()
     kind = NOTHING if gradients == "queries" else COLUMNS if deterministic else REDUCTIONS
     tiles = kind is COLUMNS or (kind is REDUCTIONS and lists is None and config.range_tiles)
+    fused = config.fused_delta and delta is None and not tiles
+    total = lse
+    if not fused:
+        delta, total = denominators(dout, out, lse, sink, delta, dsink)
+    elif sink is not None:
+        sink = sink.float().contiguous()
+    out = dout if out is None else out.contiguous()
+    delta = lse if delta is None else delta
     if tiles:
         scopes = [(0, window, tokens + window)] + [(2, width, width)] * (lists is None)
         for column, most, reached in scopes:
@@ -84,7 +91,7 @@ def prefill_attention_backward(
     step = tokens
     if kind is COLUMNS:
         step = max(1, PARTS_BYTES // max(heads // HEADS * width * channels * 4, 1))
-    given = lists is not None, dlse is not None, gradients != "rows"
+    given = lists is not None, fused, sink is not None, dlse is not None, gradients != "rows"
     for start in range(0, tokens, step):
         chunk = slice(start, start + step)
         count = len(q[chunk])
@@ -97,9 +104,10 @@ def prefill_attention_backward(
             config, q.device,
         )  # fmt: skip
         launch(
-            dq[chunk] if gradients != "rows" else q, target, dout[chunk], q[chunk], rows,
-            ranges[chunk], ranges if some is None else some, total[chunk], delta[chunk],
-            lse[chunk], lse if dlse is None else dlse[chunk],
+            dq[chunk] if gradients != "rows" else q, target, dsink[chunk], dout[chunk], q[chunk],
+            rows, out[chunk], ranges[chunk], ranges if some is None else some, total[chunk],
+            delta[chunk], lse[chunk], lse if dlse is None else dlse[chunk],
+            lse if sink is None or not fused else sink,
         )  # fmt: skip
         if kind is COLUMNS and width:
             add_in_order(drows, target, *named_rows(ranges[chunk], some, 0, entries))
@@ -183,7 +191,7 @@ def _sums(size: int, count: int, channels: int) -> PreparedLaunch:
 def _backward(
     sizes: tuple[int, int, int, int, int],
     scale: float,
-    given: tuple[bool, bool, bool],
+    given: tuple[bool, bool, bool, bool, bool],
     kind: int,
     config: GluonBackwardConfig,
     device: torch.device,
@@ -193,13 +201,14 @@ def _backward(
     Args:
         sizes: numbers of tokens, heads, window rows, list columns and rows.
         scale: factor of the scores.
-        given: True each for lists, a gradient of lse, and a wanted gradient of the queries.
+        given: True each for lists, denominators to be made, sinks, a gradient of lse, and a wanted
+            gradient of the queries.
         kind: NOTHING, REDUCTIONS or COLUMNS.
         config: launch parameters of the kernel.
         device: device of the launch.
     """
     tokens, heads, window, width, rows = sizes
-    listed, dlse, queries = given
+    listed, fused, sink, dlse, queries = given
     blocks = heads // HEADS
     tiles = tokens * blocks
     return PreparedLaunch(
@@ -212,6 +221,8 @@ def _backward(
         tiles,
         HEAD_BLOCKS=blocks,
         LISTED=listed,
+        FUSED_DELTA=fused,
+        SINK=sink and fused,
         DLSE=dlse,
         QUERIES=queries,
         ROWS=kind,

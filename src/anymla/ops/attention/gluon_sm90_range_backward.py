@@ -30,6 +30,7 @@ from anymla.ops.attention.gluon_sm90_prefill_backward_producer import (
 )
 from anymla.ops.attention.gluon_sm90_prefill_backward_shared import BLOCK, DIM
 from anymla.ops.attention.gluon_sm90_prefill_backward_weights import (
+    Given,
     heads_like,
     join_weights,
     load_denominators,
@@ -170,7 +171,7 @@ def _waited(sums, OUTSTANDING: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    parts, users, ranges, total, delta, lse, dlse, scale, most, splits, size, heads, shared,
+    parts, users, ranges, given, scale, most, splits, size, heads, shared,
     w: gl.constexpr, DLSE: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """Run consumer ``w``; the other arguments are those of ``range_backward_kernel``."""
@@ -195,9 +196,7 @@ def _consume(
         count = gl.minimum(gl.load(ranges + mine * 4 + 1), most)
         count = gl.where(token + w < last, count, 0)
         at = mine.to(gl.int64) * heads + head
-        of_total, of_delta, of_lse, of_dlse = load_denominators(
-            total, delta, lse, dlse, at, head >= 0, DLSE
-        )
+        of_total, of_delta, of_lse, of_dlse = load_denominators(given, at, DLSE)
         phase = step & 1
         zero = opaque(0)
         mbarrier.wait(shared.pairs_full.index(w), phase)
@@ -231,22 +230,22 @@ def _consume(
 
 @gluon.jit
 def _consumer0(
-    parts, users, ranges, total, delta, lse, dlse, scale, most, splits, size, heads, shared,
+    parts, users, ranges, given, scale, most, splits, size, heads, shared,
     DLSE: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        parts, users, ranges, total, delta, lse, dlse, scale, most, splits, size, heads, shared,
+        parts, users, ranges, given, scale, most, splits, size, heads, shared,
         0, DLSE, CHANNELS,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer1(
-    parts, users, ranges, total, delta, lse, dlse, scale, most, splits, size, heads, shared,
+    parts, users, ranges, given, scale, most, splits, size, heads, shared,
     DLSE: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        parts, users, ranges, total, delta, lse, dlse, scale, most, splits, size, heads, shared,
+        parts, users, ranges, given, scale, most, splits, size, heads, shared,
         1, DLSE, CHANNELS,
     )  # fmt: skip
 
@@ -297,6 +296,7 @@ def range_backward_kernel(
         CHANNELS: channels of a product's block, 64 or 128.
         CONSUMER_REGISTERS: registers per thread of each consumer; the producer gets the rest.
     """
+    given = Given(total, dout, q, total, delta, lse, dlse, total)
     shared = _allocate(q.dtype.element_ty, CHANNELS)
     gl.warp_specialize(
         [
@@ -304,15 +304,15 @@ def range_backward_kernel(
             (
                 _consumer0,
                 (
-                    parts, users, ranges, total, delta, lse, dlse, scale, most, splits, size, heads,
-                    shared, DLSE, CHANNELS,
+                    parts, users, ranges, given, scale, most, splits, size, heads, shared,
+                    DLSE, CHANNELS,
                 ),
             ),
             (
                 _consumer1,
                 (
-                    parts, users, ranges, total, delta, lse, dlse, scale, most, splits, size, heads,
-                    shared, DLSE, CHANNELS,
+                    parts, users, ranges, given, scale, most, splits, size, heads, shared,
+                    DLSE, CHANNELS,
                 ),
             ),
         ],

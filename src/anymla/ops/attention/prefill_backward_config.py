@@ -54,6 +54,8 @@ class GluonBackwardConfig:
             168 * 3.
         range_tiles: True to sum the rows of calls without lists tile by tile, without atomics, as
             is always done in a fixed order.
+        fused_delta: True to make <dout, out> and the denominators in the kernel of the queries,
+            where nothing else needs them.
     """
 
     channels: int = 64
@@ -61,6 +63,7 @@ class GluonBackwardConfig:
     vector: int = 4
     consumer_registers: int = 216
     range_tiles: bool = False
+    fused_delta: bool = False
 
 
 def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardConfig:
