@@ -111,28 +111,28 @@ def call(seed, *, tokens=2, heads=64, dtype=torch.bfloat16, dlse=False, **change
 
 @pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("heads", "tokens"), [(64, 4), (128, 2)])
+@pytest.mark.parametrize(("heads", "tokens"), [(64, 3), (128, 2)])
 def test_ragged_calls(listed, deterministic, heads, tokens):
     given = call(heads, heads=heads, tokens=tokens, listed=listed, dlse=True)
     given.check(deterministic=deterministic)
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_any_interleaving(monkeypatch, seed):
     monkeypatch.setattr(Launch, "seed", seed)
     call(seed, tokens=3).check()
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "deterministic"),
     [
-        GluonBackwardConfig(channels, ahead, vector)
-        for channels, ahead in ((64, True), (128, False))
-        for vector in (2, 4)
+        (GluonBackwardConfig(64, ahead=True, vector=2), False),
+        (GluonBackwardConfig(64, ahead=True, vector=4), True),
+        (GluonBackwardConfig(128, vector=2), True),
+        (GluonBackwardConfig(128, vector=4), False),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("deterministic", [False, True])
 def test_each_configuration(monkeypatch, config, deterministic):
     monkeypatch.setattr(launch, "choose_gluon_config", lambda: config)
     call(5).check(deterministic=deterministic)
@@ -172,7 +172,7 @@ def test_sinks_that_are_not_finite(value):
 
 
 @pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("value", [None, -INF, INF, 2.4e38, 1.0])
+@pytest.mark.parametrize("value", [None, INF, 1.0])
 def test_delta_and_denominators_in_the_kernel(monkeypatch, heads, value):
     config = GluonBackwardConfig(fused_delta=True)
     monkeypatch.setattr(launch, "choose_gluon_config", lambda: config)
