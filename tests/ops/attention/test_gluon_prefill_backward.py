@@ -22,7 +22,7 @@ from anymla.ops.attention.prefill_backward_config import (
 )
 from anymla.ops.device import Support
 from anymla.testing.oracle.gradients import attention_gradients
-from anymla.testing.tolerance import assert_identical
+from anymla.testing.tolerance import assert_identical, relative_l2
 from crossrun.hopper import run
 
 INF = torch.inf
@@ -70,10 +70,6 @@ def named_by(case):
     return found
 
 
-def error(got, want):
-    return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
-
-
 @dataclasses.dataclass
 class Call:
     """A call of the gradients, and what the oracle says of it."""
@@ -99,7 +95,7 @@ class Call:
     def check(self, **more):
         want, got = self.want(), self.run(**more)
         for name, value in zip(("dq", "drows", "dsink"), got, strict=True):
-            assert error(value, getattr(want, name)) < TOLERANCE, name
+            assert relative_l2(value, getattr(want, name)) < TOLERANCE, name
         return got
 
 
@@ -168,7 +164,7 @@ def test_sinks_that_are_not_finite(value):
     assert all(one.isfinite().all() for one in got)
     assert not got[2].any()
     want = given.want()
-    assert max(error(got[0], want.dq), error(got[1], want.drows)) < TOLERANCE
+    assert max(relative_l2(got[0], want.dq), relative_l2(got[1], want.drows)) < TOLERANCE
 
 
 @pytest.mark.parametrize("heads", [64, 128])
@@ -238,8 +234,8 @@ def test_drows_are_added_to_and_delta_may_be_given():
     drows = begin.clone()
     got = given.run(drows=drows, delta=(given.dout * want.out).sum(2).float())
     assert got[1] is drows
-    assert error(drows - begin, want.drows) < TOLERANCE
-    assert error(got[0], want.dq) < TOLERANCE
+    assert relative_l2(drows - begin, want.drows) < TOLERANCE
+    assert relative_l2(got[0], want.dq) < TOLERANCE
 
 
 def test_nothing_at_all():

@@ -9,7 +9,8 @@ from paged import a_device
 from anymla import train
 from anymla.ops.attention import prefill_attention_backward
 from anymla.ops.device import target_of
-from lab.backward_tiles import Call, Shape, error
+from anymla.testing.tolerance import relative_l2
+from lab.backward_tiles import Call, Shape
 
 pytestmark = pytest.mark.gpu
 SHAPES = [Shape(heads, topk, whole, tokens=96) for heads, topk, whole in (
@@ -24,7 +25,7 @@ def test_against_torch(shape, deterministic):
     want = call.run("torch")
     got = call.run(deterministic=deterministic)
     # p, dS and the result are rounded to bfloat16 here, and the result alone there.
-    assert max(error(one, other) for one, other in zip(got, want, strict=True)) < 6e-3
+    assert max(relative_l2(one, other) for one, other in zip(got, want, strict=True)) < 6e-3
     if deterministic:
         again = call.run(deterministic=True)
         assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
@@ -38,7 +39,7 @@ def test_hopper_kernels_against_torch(shape, deterministic):
     call = Call(shape, a_device())
     want = call.run("torch")
     got = call.run("gluon_sm90", deterministic=deterministic)
-    assert max(error(one, other) for one, other in zip(got, want, strict=True)) < 6e-3
+    assert max(relative_l2(one, other) for one, other in zip(got, want, strict=True)) < 6e-3
     if deterministic:
         again = call.run("gluon_sm90", deterministic=True)
         assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
@@ -103,8 +104,8 @@ def test_rows_behind_2_to_the_31_elements():
         got = prefill_attention_backward(
             dout, q, rows, ranges, lists, dout, lse, **call, deterministic=deterministic
         )
-        assert error(got[0], want[0]) < 6e-3
-        assert error(got[1][far:], want[1]) < 6e-3
+        assert relative_l2(got[0], want[0]) < 6e-3
+        assert relative_l2(got[1][far:], want[1]) < 6e-3
         del got
 
 
@@ -123,7 +124,7 @@ def test_a_cuda_graph_gives_the_eager_gradients(deterministic):
     graph.replay()
     torch.cuda.synchronize()
     for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other) if deterministic else error(one, other) < 1e-4
+        assert torch.equal(one, other) if deterministic else relative_l2(one, other) < 1e-4
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
