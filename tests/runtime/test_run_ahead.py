@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from engine_runs import poison
 from fake_block_model import FakeBlockModel
 from fake_model import FakeModel, generate_alone
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine import _poison, _prompt, _run
+from test_engine import _prompt, _run
 
 from anymla.runtime.engine import Engine
 from anymla.runtime.options import EngineOptions
@@ -91,7 +92,7 @@ def test_a_request_is_cancelled_while_a_step_is_under_way(draft_tokens, steps):
     engine.submit(Request("d", _prompt(60, 9), 20))  # takes the row and the pages
     done = {}
     while engine.busy:
-        _poison(engine)
+        poison(engine)
         for completion in engine.step().finished:
             done[completion.request.request_id] = list(completion.token_ids)
     assert done == {
