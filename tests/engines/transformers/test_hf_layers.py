@@ -43,9 +43,16 @@ def test_the_gradient_of_every_parameter(pair: Pair) -> None:
     # Gradients of the streams' gates are sums over all channels that cancel, in which float32's
     # noise is larger; float64, below, tells about them.
     gates = {name for name in want if "_hc." in name or "hc_head." in name}
-    for names, bound in ((gates, 1e-4), (want.keys() - gates, BOUND)):
-        error = gradient_error({n: got[n] for n in names}, {n: want[n] for n in names})
-        assert error < (bound,)
+    error = gradient_error({n: got[n] for n in gates}, {n: want[n] for n in gates})
+    assert error < (1e-4,)
+    assert got.keys() == want.keys()
+    nonzero = {n for n, gradient in want.items() if gradient.abs().max() > 0} - gates
+    far = [n for n in nonzero if relative(got[n], want[n]) >= BOUND]
+    if far:  # on some CPUs the eager float32 is itself farther than that from float64
+        _, exact = gradients(load(pair.directory, "eager").double(), input_ids=ids, labels=ids)
+        for name in far:
+            assert relative(want[name], exact[name]) >= BOUND, name
+            assert relative(got[name], exact[name]) < BOUND, name
 
 
 def test_the_gradient_of_every_parameter_in_float64(flash: Pair) -> None:
