@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +25,7 @@ import click
 import torch
 from torch import Tensor
 
+from anymla.child_process import python_command, same_modules
 from anymla.ops.attention.composed import named_rows
 from anymla.ops.attention.prefill_backward_config import GluonBackwardConfig
 from anymla.testing.tolerance import relative_l2
@@ -180,11 +181,18 @@ def timed(name: str) -> Iterator[dict[str, Any]]:
 
 def child(name: str, what: str, limit: float) -> list[dict[str, Any]]:
     """Run one variant in a process of its own; return its rows, the last one why it failed."""
-    command = [sys.executable, "-m", "lab.gluon_backward", "--child", name, "--what", what]
+    command = python_command("-m", "lab.gluon_backward", "--child", name, "--what", what)
     rows: list[dict[str, Any]] = []
     failed = ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+            env=os.environ | same_modules(),
+        )
         output, failed = done.stdout, done.stderr[-800:] if done.returncode else ""
     except subprocess.TimeoutExpired as late:
         output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""

@@ -60,6 +60,7 @@ ELSEWHERE = {
     "build-matrix": "takes minutes",
     "same-code": "takes minutes",
     "before.jsonl": "takes minutes where kernels are interpreted",
+    "kernels.zip": "needs kernels of one GPU in Triton's cache",
     "xpu-attention": "needs Intel's compilers",
     "vllm": "needs vLLM",
     "mypackage.attention:sparse_attention": "the reader's own package",
