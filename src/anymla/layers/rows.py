@@ -106,9 +106,9 @@ class PrefillRows:
 class RequestRows:
     """Rows that the queries of a decode step see, decoded once a request, in one workspace.
 
-    The workspace has a fixed size and nothing of it is known on the host: the last W rows of every
-    request's window, then its first E entries; ``request_rows`` makes them. What is not there is
-    not written, and no range says it.
+    The workspace holds the last W rows of every request's window, then its first E entries. Its
+    size is fixed, so that a graph can hold the step; how many of the rows exist is known on the
+    device alone. Rows that do not exist are not written, and ``ranges`` leaves them out.
 
     Attributes:
         window: the most rows of a token's window.

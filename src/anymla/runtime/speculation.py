@@ -170,7 +170,14 @@ class MtpDrafter:
     def _run(
         self, spans: Sequence[Span], hidden: Tensor, source: Sequence[int], wanted: Sequence[int]
     ) -> Guess | None:
-        """Run the layer over spans with rows ``source`` of ``hidden``; return wanted guesses."""
+        """Run the MTP layer over spans, and return guesses for some of them.
+
+        Args:
+            spans: tokens of each request, in the order of the step.
+            hidden: hidden states from which the spans' tokens start.
+            source: row of ``hidden`` for each token of the spans.
+            wanted: indices of the spans whose last token's guess is returned.
+        """
         if self._runner is not None and all(span.is_decode for span in spans):
             fixed = self._runner.draft(spans, hidden, source)
             if fixed is not None:

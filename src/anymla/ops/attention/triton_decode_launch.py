@@ -234,7 +234,8 @@ def _launch(
 ) -> None:
     """Launch the decode kernel for one or two lists of the same kind.
 
-    ``split`` is how many splits there are, of how many of the token, and the first one's number.
+    ``split`` is (splits of this launch, splits of the token over all its launches, number of this
+    launch's first split among those).
     """
     tokens, heads, channels = q.shape
     splits, total, at = split

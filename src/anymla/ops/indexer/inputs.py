@@ -54,7 +54,7 @@ class ScoreInputs:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests of the call; a list of keys counts as one."""
+        """Number of requests; a list of keys counts as one."""
         return 1 if self.block_table is None else len(self.block_table)
 
     @property
