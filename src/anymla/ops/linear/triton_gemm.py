@@ -65,7 +65,7 @@ def gemm_kernel(
         scales += group.to(tl.int64) * s_group
     first = split * split_k
     last = tl.minimum(width, (split + 1) * split_k)
-    if SPLITS and FORMAT == "plain" and BLOCK_M >= 128:
+    if (SPLITS and FORMAT == "plain") and BLOCK_M >= 128:
         # No split is empty. With a branch around the loop that zeroes the sums of two warpgroups,
         # ptxas would serialise their products (C7515).
         tl.assume(first < last)
