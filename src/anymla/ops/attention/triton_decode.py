@@ -771,7 +771,7 @@ def decode_kernel(
                 # saves the registers that would spill beside the sink's.
                 peak, top, sums, a0, a1, a2, a3, a4 = walk(
                     queries, span, rows0, rows1, row_stride,
-                    (BH, BN, TWO, ONCE and (SPLIT or not AHEAD or CODED != 1),
+                    (BH, BN, TWO, ONCE and ((SPLIT or not AHEAD) or CODED != 1),
                      AHEAD, WORDS),
                     (CODED, BLOCK, DATA, SCALES, CHANNELS, W3, W4), KEY, 1, NATIVE,
                 )  # fmt: skip
