@@ -24,6 +24,7 @@ from anymla.ops.attention.triton_prefill_backward import (
 _DELTA_HEADS, _DELTA_WARPS = 2, 1  # 133 us for 4,096 tokens on an H200; 16 heads, 4 warps 189
 _SUM_CHANNELS = 512
 _LEAST_CHANNELS = 64  # of a part
+_LEAST_K = 16  # of a matrix instruction
 _TOKENS = 1024  # looked at together by window_users_kernel
 
 
@@ -69,7 +70,7 @@ def prefill_attention_backward(
     blocks = cdiv(heads, config.heads)
     parts = None if mass is None else mass.new_zeros(tokens, blocks, width)
     strides = dout.stride(0), dout.stride(1), q.stride(0), q.stride(1), rows.stride(0)
-    padded = next_power_of_2(channels)
+    padded = _padded(channels)
     pieces = max(1, min(config.parts, padded // _LEAST_CHANNELS))
     fixed = {
         "CHANNELS": channels, "BC": padded, "BH": config.heads,
@@ -149,7 +150,7 @@ def denominators(
     launch = PreparedLaunch(
         delta_kernel, (tokens, cdiv(heads, _DELTA_HEADS)), heads, dout.stride(0), dout.stride(1),
         *((0, 0) if out is None else out.stride()[:2]), CHANNELS=channels,
-        BC=next_power_of_2(channels), BH=_DELTA_HEADS, num_warps=_DELTA_WARPS,
+        BC=_padded(channels), BH=_DELTA_HEADS, num_warps=_DELTA_WARPS,
     )  # fmt: skip
     launch(made, total, dsink, dout, out, given, lse, None if sink is None else sink.contiguous())
     return made, total
@@ -166,7 +167,12 @@ def add_in_order(drows: Tensor, parts: Tensor, index: Tensor, used: Tensor) -> N
     first = torch.searchsorted(slots, rows)
     launch = PreparedLaunch(
         segmented_sum_kernel, (size, cdiv(channels, _SUM_CHANNELS)), columns, CHANNELS=channels,
-        BC=min(next_power_of_2(channels), _SUM_CHANNELS), BLOCKS=blocks, num_warps=4, num_stages=3,
+        BC=min(_padded(channels), _SUM_CHANNELS), BLOCKS=blocks, num_warps=4, num_stages=3,
     )  # fmt: skip
     if size:
         launch(drows, parts, order, first)
+
+
+def _padded(channels: int) -> int:
+    """Return the width of a tile of channels: a power of two, and at least the K of a product."""
+    return max(_LEAST_K, next_power_of_2(channels))
