@@ -15,7 +15,8 @@ from anymla.ops._gluon_ptx import (
 )
 from anymla.ops.attention.gluon_sm90_prefill_backward_shared import DIM
 
-# What a query adds to rows is left out, summed by reductions in L2, or stored column by column.
+# Ways to handle the addends to rows: leave them out, sum them by reductions in L2, or store a row
+# for each column of a query.
 NOTHING = gl.constexpr(0)
 REDUCTIONS = gl.constexpr(1)
 COLUMNS = gl.constexpr(2)
