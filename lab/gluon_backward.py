@@ -66,27 +66,9 @@ def variants() -> dict[str, Variant]:
         "triton": Variant("triton", ways=tuple(WAYS)),
         "cudnn_frontend": Variant("cudnn_frontend"),
     }
-    for config in (
-        GluonBackwardConfig(),
-        GluonBackwardConfig(fused_delta=True),
-        GluonBackwardConfig(vector=2),
-        GluonBackwardConfig(128, vector=2, consumer_registers=232),
-        GluonBackwardConfig(64, ahead=True, vector=2, consumer_registers=232),
-        GluonBackwardConfig(128, vector=4, consumer_registers=232),
-        GluonBackwardConfig(64, ahead=True, vector=4, consumer_registers=232),
-        GluonBackwardConfig(range_tiles=True),
-        GluonBackwardConfig(128, vector=2, consumer_registers=232, range_tiles=True),
-        GluonBackwardConfig(consumer_registers=208),
-    ):
-        ahead = ", ahead" * config.ahead
-        name = (
-            f"gluon, {config.channels} channels{ahead}, float32x{config.vector}, "
-            f"{config.consumer_registers} registers"
-            + ", ranges by tiles" * config.range_tiles
-            + ", fused delta" * config.fused_delta
-        )
-        whole = config == GluonBackwardConfig()
-        found[name] = Variant("gluon_sm90", config, tuple(WAYS) if whole else ("default",))
+    for config in (GluonBackwardConfig(segment=64), GluonBackwardConfig(segment=128)):
+        name = f"gluon, {config.segment} bytes"
+        found[name] = Variant("gluon_sm90", config, tuple(WAYS))
     return found
 
 
@@ -156,10 +138,7 @@ def timed(name: str) -> Iterator[dict[str, Any]]:
 
     clock = gpu_clock()
     variant = variants()[name]
-    tiled = variant.config is not None and variant.config.range_tiles
     for shape in SHAPES:
-        if tiled and shape.topk:
-            continue
         call = Call(shape, clock.device)
         want = call.run("triton")
         for way in variant.ways:

@@ -83,7 +83,7 @@ def _differentiate(
 
 def judgement(build: Build, target: Target) -> Judgement:
     """Return the accepted spills and required matrix instructions of a build."""
-    if build.name == "range_backward_kernel":
+    if build.name == "window_backward_kernel":
         return Judgement(matrix=True)
     if build.name == "prefill_backward_kernel":
         from anymla.ops.attention.gluon_sm90_prefill_backward_drows import COLUMNS

@@ -53,14 +53,12 @@ __all__ = [
     "prefetch_global_l2_codes_if",
     "prefetch_global_l2_row_if",
     "prmt_b32",
-    "red_global_add_v2_f32_if",
     "red_global_add_v4_f32_if",
     "red_shared_add_1",
     "redux_add_st_shared",
     "redux_max_st_shared_f32x2",
     "scan_add_st_shared",
     "shared_array",
-    "st_global_v2_f32_if",
     "st_global_v4_f32_if",
     "st_shared_b32_if",
     "st_shared_crossing",
@@ -577,32 +575,12 @@ def ld_global_v4_if(
 
 
 @gluon.jit
-def red_global_add_v2_f32_if(address, a, b, there):
-    """Add two float32 in global memory by ``red.global.add.v2.f32`` where ``there`` is not 0."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $4, 0;"
-        " @p red.relaxed.gpu.global.add.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }",
-        "=r,l,f,f,r", [address, a, b, there], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def red_global_add_v4_f32_if(address, a, b, c, d, there):
     """Add four float32 in global memory by ``red.global.add.v4.f32`` where ``there`` is not 0."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $6, 0;"
         " @p red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
         "=r,l,f,f,f,f,r", [address, a, b, c, d, there], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def st_global_v2_f32_if(address, a, b, there):
-    """Store two float32 by ``st.global.v2.f32`` where ``there`` is not 0."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $4, 0;"
-        " @p st.global.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }",
-        "=r,l,f,f,r", [address, a, b, there], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from anymla.ops._triton_launch import PreparedLaunch
 from anymla.ops.attention import gluon_sm90_prefill_backward_launch as launch
 from anymla.ops.attention import prefill_attention_backward, prefill_backward_config
 from anymla.ops.attention.gluon_sm90_prefill_backward import prefill_backward_kernel
-from anymla.ops.attention.gluon_sm90_range_backward import range_backward_kernel
+from anymla.ops.attention.gluon_sm90_window_backward import window_backward_kernel
 from anymla.ops.attention.prefill_backward_config import (
     GluonBackwardConfig,
     gluon_backward_support,
@@ -37,7 +37,7 @@ class Launch(PreparedLaunch):
     seed = 0
 
     def _launch(self, tensors):
-        if self._kernel not in (prefill_backward_kernel, range_backward_kernel):
+        if self._kernel not in (prefill_backward_kernel, window_backward_kernel):
             return super()._launch(tensors)
         grid = self._grid
         if self._kernel is prefill_backward_kernel:
@@ -122,24 +122,16 @@ def test_any_interleaving(monkeypatch, seed):
 @pytest.mark.parametrize(
     ("config", "deterministic"),
     [
-        (GluonBackwardConfig(64, ahead=True, vector=2), False),
-        (GluonBackwardConfig(64, ahead=True, vector=4), True),
-        (GluonBackwardConfig(128, vector=2), True),
-        (GluonBackwardConfig(128, vector=4), False),
+        (GluonBackwardConfig(segment=128), False),
+        (GluonBackwardConfig(segment=128), True),
+        (GluonBackwardConfig(segment=64), True),
+        (GluonBackwardConfig(segment=64), False),
     ],
     ids=str,
 )
 def test_each_configuration(monkeypatch, config, deterministic):
     monkeypatch.setattr(launch, "choose_gluon_config", lambda: config)
     call(5).check(deterministic=deterministic)
-
-
-@pytest.mark.parametrize(("heads", "splits"), [(64, 1), (64, 3), (128, 2)])
-def test_ranges_tile_by_tile(monkeypatch, heads, splits):
-    config = GluonBackwardConfig(range_tiles=True, channels=128)
-    monkeypatch.setattr(launch, "choose_gluon_config", lambda: config)
-    monkeypatch.setattr(launch, "range_splits", lambda *sizes: splits)
-    call(20 + splits, heads=heads, tokens=5, listed=False, rows=150, dlse=True).check()
 
 
 def test_packed_is_alone_bit_for_bit():
@@ -165,18 +157,6 @@ def test_sinks_that_are_not_finite(value):
     assert not got[2].any()
     want = given.want()
     assert max(relative_l2(got[0], want.dq), relative_l2(got[1], want.drows)) < TOLERANCE
-
-
-@pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("value", [None, INF, 1.0])
-def test_delta_and_denominators_in_the_kernel(monkeypatch, heads, value):
-    config = GluonBackwardConfig(fused_delta=True)
-    monkeypatch.setattr(launch, "choose_gluon_config", lambda: config)
-    given = call(30, heads=heads, tokens=2, dlse=True)
-    given.case.ranges[0, [1, 3]] = 0
-    if value != 1.0:
-        given.case.sink = None if value is None else torch.full_like(given.case.sink, value)
-    given.check()
 
 
 def test_float16():

@@ -1,20 +1,22 @@
-"""Gradients of prefill attention on Hopper: the persistent kernel and its two consumer warpgroups.
+"""Gradients of prefill attention on Hopper: the persistent kernel, its consumers and its reducer.
 
 64 heads of one query, and 64 rows at a time. The grid has one CTA per SM. CTA p takes work tiles p,
-p + CTAs, ...; a work tile is a query and a block of 64 heads. Three warpgroups share it:
+p + CTAs, ...; a work tile is a query and a block of 64 heads. Four warpgroups share it:
 
     producer    q and dout of the heads, then block after block of rows, by cp.async
-    consumer w  S and dP of heads 32 w .. 32 w + 31; then, of channels 256 w .. 256 w + 255,
-                dQ += dS K, and what all heads add to the rows, [dS; P]^T [Q; dO]
+    consumer w  S and dP of heads 32 w .. 32 w + 31; then dQ += dS K of channels 256 w ..
+                256 w + 255
+    reducer     what all heads add to the rows, [dS; P]^T [Q; dO], block of channels after block
 
 Rows are keys and values, so q and dout are one operand, in which 8 heads of q are followed by the
 same heads of dout: a thread of wgmma holds lines r and r + 8, which are the score and <dout, row>
 of one head. So P and dS are made where the products leave them, and go through shared memory once.
-The rows' buffer is released after dQ, and filled while what is added to rows is made and leaves.
+L2 adds float32 more slowly than the tensor cores make them: the reducer waits for it alone, while
+the consumers go on to the next block.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: B007, RUF005, SIM113
+# ruff: noqa: B007, SIM113
 # Device code is not ordinary Python: it has no enumerate, and static loops count with a name.
 
 from triton.experimental import gluon
@@ -28,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anymla.ops._gluon_ptx import opaque
 from anymla.ops.attention.gluon_sm90_prefill_backward_drows import (
+    ADDED,
     NOTHING,
     add_to_rows,
     sectors_layout,
@@ -37,6 +40,7 @@ from anymla.ops.attention.gluon_sm90_prefill_backward_shared import (
     BLOCK,
     DIM,
     HEADS,
+    SLOTS,
     allocate,
     counts_of,
     ds_of_all_heads,
@@ -46,7 +50,6 @@ from anymla.ops.attention.gluon_sm90_prefill_backward_weights import (
     heads_like,
     join_weights,
     load_denominators,
-    make_denominators,
     split_products,
     weights_of,
 )
@@ -70,46 +73,53 @@ def _products(
 
 
 @gluon.jit
-def _addends(shared, zero, block, CL: gl.constexpr, CHANNELS: gl.constexpr):
-    """Start what all heads add to a block of channels of the rows, [64, CHANNELS]."""
+def _addends(shared, zero, part: gl.constexpr, CL: gl.constexpr, CHANNELS: gl.constexpr):
+    """Start what all heads add to the rows' channels from 32 * ``part`` on, [64, 32]."""
     BLOCKS: gl.constexpr = DIM // CHANNELS
-    acc = gl.zeros([BLOCK, CHANNELS], gl.float32, CL)
+    acc = gl.zeros([BLOCK, ADDED], gl.float32, CL)
     for w in gl.static_range(2):
         weights = shared.weights.index(zero + w).permute((1, 0))
-        pairs = shared.pairs.index(zero + w * BLOCKS + block)
-        acc = warpgroup_mma(weights, pairs, acc, use_acc=w > 0, is_async=True)
+        pairs = shared.pairs.index(zero + w * BLOCKS + part * ADDED // CHANNELS)
+        some = pairs.slice(part * ADDED % CHANNELS, ADDED, dim=1)
+        acc = warpgroup_mma(weights, some, acc, use_acc=w > 0, is_async=True)
     return acc
 
 
 @gluon.jit
-def _add_block(
-    sums, drows, shared, w: gl.constexpr, zero, slots, first, column, last, CL: gl.constexpr,
-    QUERIES: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr, AHEAD: gl.constexpr,
-    VECTOR: gl.constexpr,
+def reducer(
+    drows, ranges, window, width, tiles, shared,
+    HEAD_BLOCKS: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
-    """Add what all heads add to a block of rows, and wait for dQ, which was started; return dQ."""
-    HALF: gl.constexpr = DIM // CHANNELS // 2
-    adds = _addends(shared, zero, w * HALF, CL, CHANNELS)
-    if QUERIES:
-        waited = warpgroup_mma_wait(2, deps=sums + (adds,))
-        sums = ()
-        for j in gl.static_range(HALF):
-            sums += (waited[j],)
-        adds = waited[HALF]
-    mbarrier.arrive(shared.rows_empty.index(w), count=1)
-    for j in gl.static_range(HALF):
-        each = warpgroup_mma_wait(0, deps=[adds])
-        if AHEAD and j + 1 < HALF:
-            adds = _addends(shared, zero, w * HALF + j + 1, CL, CHANNELS)
-        if j + 1 == HALF:
-            mbarrier.arrive(shared.weights_empty, count=1)
-            if last:
-                mbarrier.arrive(shared.pairs_empty, count=1)
-        channel = (w * HALF + j) * CHANNELS
-        add_to_rows(each, drows, slots, first, column, channel, ROWS, CHANNELS, VECTOR)
-        if not AHEAD and j + 1 < HALF:
-            adds = _addends(shared, zero, w * HALF + j + 1, CL, CHANNELS)
-    return sums
+    """Run the reducer warpgroup; the arguments are those of ``prefill_backward_kernel``."""
+    CL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ADDED, 16])
+    PARTS: gl.constexpr = DIM // ADDED
+    done = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, _, blocks0, blocks = counts_of(ranges, tile // HEAD_BLOCKS, window, width)
+        for i in range(blocks):
+            mbarrier.wait(shared.weights_full, done & 1)
+            if ROWS == NOTHING:
+                mbarrier.arrive(shared.weights_empty, count=1)
+                if i + 1 == blocks:
+                    mbarrier.arrive(shared.pairs_empty, count=1)
+            else:
+                # Columns of the second scope alone are stored.
+                column = (i - blocks0) * BLOCK
+                first = tile.to(gl.int64) * width
+                slots = shared.slots.index(done % SLOTS)
+                zero = opaque(0)
+                adds = _addends(shared, zero, 0, CL, CHANNELS)
+                for j in gl.static_range(PARTS):
+                    each = warpgroup_mma_wait(0, deps=[adds])
+                    if j + 1 < PARTS:
+                        # L2 takes what is added while the next products are made.
+                        adds = _addends(shared, zero, j + 1, CL, CHANNELS)
+                    else:
+                        mbarrier.arrive(shared.weights_empty, count=1)
+                        if i + 1 == blocks:
+                            mbarrier.arrive(shared.pairs_empty, count=1)
+                    add_to_rows(each, drows, slots, first, column, j * ADDED, ROWS, ADDED, SEGMENT)
+            done += 1
 
 
 @gluon.jit
@@ -134,10 +144,9 @@ def _store_queries(acc, dq, tile, some, channel, CHANNELS: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    dq, drows, ranges, given, scale, window, width, tiles, shared,
-    w: gl.constexpr, HEAD_BLOCKS: gl.constexpr, FUSED_DELTA: gl.constexpr, SINK: gl.constexpr,
-    DLSE: gl.constexpr, QUERIES: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr,
-    AHEAD: gl.constexpr, VECTOR: gl.constexpr,
+    dq, ranges, given, scale, window, width, tiles, shared,
+    w: gl.constexpr, HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr,
+    CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """Run consumer ``w``; the other arguments are those of ``prefill_backward_kernel``."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -151,14 +160,9 @@ def _consume(
     number = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token = tile // HEAD_BLOCKS
-        count0, count1, blocks0, blocks = counts_of(ranges, token, window, width)
-        if FUSED_DELTA:
-            of_total, of_delta, of_lse, of_dlse = make_denominators(
-                given, tile, head, tile % HEAD_BLOCKS, w, SINK, DLSE
-            )
-        else:
-            at = tile.to(gl.int64) * HEADS + head
-            of_total, of_delta, of_lse, of_dlse = load_denominators(given, at, DLSE)
+        count0, count1, _blocks0, blocks = counts_of(ranges, token, window, width)
+        at = tile.to(gl.int64) * HEADS + head
+        of_total, of_delta, of_lse, of_dlse = load_denominators(given, at, DLSE)
         sums = ()
         for j in gl.static_range(HALF):
             sums += (gl.zeros([HEADS, CHANNELS], gl.float32, CL),)
@@ -169,10 +173,8 @@ def _consume(
             acc = _products(shared, w, zero, number, done, SL, CHANNELS)
             p, ds = weights_of(acc, scale, of_total, of_delta, of_lse, of_dlse, DLSE)
             mbarrier.wait(shared.weights_empty, phase ^ 1)
-            if QUERIES:
-                shared.ds.index(w).store(gl.reshape(ds, [32, BLOCK]).to(DT))
-            if ROWS != NOTHING:
-                shared.weights.index(w).store(join_weights(ds, p, SL).to(DT))
+            shared.ds.index(w).store(gl.reshape(ds, [32, BLOCK]).to(DT))
+            shared.weights.index(w).store(join_weights(ds, p, SL).to(DT))
             fence_async_shared()
             mbarrier.arrive(shared.weights_full, count=1)
             mbarrier.wait(shared.weights_full, phase)
@@ -181,23 +183,9 @@ def _consume(
                 for j in gl.static_range(HALF):
                     rows = shared.rows.index(zero + w * HALF + j)
                     more += (warpgroup_mma(ds_all, rows, sums[j], is_async=True),)
-                sums = more
-            last = i + 1 == blocks
-            slots = shared.slots.index(done % 2)
-            if ROWS == NOTHING:
-                sums = _wait_for_queries(sums)
-                mbarrier.arrive(shared.rows_empty.index(w), count=1)
-                mbarrier.arrive(shared.weights_empty, count=1)
-                if last:
-                    mbarrier.arrive(shared.pairs_empty, count=1)
-            else:
-                # Columns of the second scope alone are stored.
-                column = (i - blocks0) * BLOCK
-                first = tile.to(gl.int64) * width
-                sums = _add_block(
-                    sums, drows, shared, w, zero, slots, first, column, last, CL,
-                    QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
-                )  # fmt: skip
+                sums = _wait_for_queries(more)
+            mbarrier.arrive(shared.rows_empty.index(w), count=1)
+            mbarrier.arrive(shared.weights_empty, count=1)
             done += 1
         if QUERIES:
             for j in gl.static_range(HALF):
@@ -208,29 +196,25 @@ def _consume(
 
 @gluon.jit
 def consumer0(
-    dq, drows, ranges, given, scale, window, width, tiles, shared,
-    HEAD_BLOCKS: gl.constexpr, FUSED_DELTA: gl.constexpr, SINK: gl.constexpr, DLSE: gl.constexpr,
-    QUERIES: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr, AHEAD: gl.constexpr,
-    VECTOR: gl.constexpr,
+    dq, ranges, given, scale, window, width, tiles, shared,
+    HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup 0."""
     _consume(
-        dq, drows, ranges, given, scale, window, width, tiles, shared, 0,
-        HEAD_BLOCKS, FUSED_DELTA, SINK, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
+        dq, ranges, given, scale, window, width, tiles, shared, 0,
+        HEAD_BLOCKS, DLSE, QUERIES, CHANNELS,
     )  # fmt: skip
 
 
 @gluon.jit
 def consumer1(
-    dq, drows, ranges, given, scale, window, width, tiles, shared,
-    HEAD_BLOCKS: gl.constexpr, FUSED_DELTA: gl.constexpr, SINK: gl.constexpr, DLSE: gl.constexpr,
-    QUERIES: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr, AHEAD: gl.constexpr,
-    VECTOR: gl.constexpr,
+    dq, ranges, given, scale, window, width, tiles, shared,
+    HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup 1."""
     _consume(
-        dq, drows, ranges, given, scale, window, width, tiles, shared, 1,
-        HEAD_BLOCKS, FUSED_DELTA, SINK, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
+        dq, ranges, given, scale, window, width, tiles, shared, 1,
+        HEAD_BLOCKS, DLSE, QUERIES, CHANNELS,
     )  # fmt: skip
 
 
@@ -238,18 +222,15 @@ def consumer1(
 def prefill_backward_kernel(
     dq,
     drows,
-    dsink,
     dout,
     q,
     kv,
-    out,
     ranges,
     lists,
     total,
     delta,
     lse,
     dlse,
-    sink,
     scale,
     window,
     width,
@@ -257,15 +238,13 @@ def prefill_backward_kernel(
     tiles,
     HEAD_BLOCKS: gl.constexpr,
     LISTED: gl.constexpr,
-    FUSED_DELTA: gl.constexpr,
-    SINK: gl.constexpr,
     DLSE: gl.constexpr,
     QUERIES: gl.constexpr,
     ROWS: gl.constexpr,
     CHANNELS: gl.constexpr,
-    AHEAD: gl.constexpr,
-    VECTOR: gl.constexpr,
+    SEGMENT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
+    REDUCER_REGISTERS: gl.constexpr,
 ):
     """Compute dq of ``tiles`` = queries x blocks of 64 heads, and their addends to rows.
 
@@ -274,18 +253,15 @@ def prefill_backward_kernel(
         drows: float32 rows of 512 channels: sums of each row, [N, 512], for REDUCTIONS; a row for
             each work tile and column of the second scope for COLUMNS, of which those that name no
             row are left as they are.
-        dsink: float32 [T, H], each token's share; used if FUSED_DELTA and SINK.
         dout: gradient of the output, [T, H, 512] of q's type.
         q: queries, [T, H, 512] of float16 or bfloat16.
         kv: rows, [N, 512] of q's type.
-        out: output of the forward pass, [T, H, 512]; used if FUSED_DELTA.
         ranges: int32 [T, 4], start and length of each query's window and of its second scope.
         lists: int32 [T, width], relative to the second scope's start; used if LISTED.
-        total: float32 [T, H], log2 of the denominators with the sink; used without FUSED_DELTA.
-        delta: float32 [T, H], sums <dout, out>; used without FUSED_DELTA.
-        lse: float32 [T, H], natural and without the sink; used if DLSE or FUSED_DELTA.
+        total: float32 [T, H], log2 of the denominators with the sink.
+        delta: float32 [T, H], sums <dout, out>.
+        lse: float32 [T, H], natural and without the sink; used if DLSE.
         dlse: float32 [T, H], gradient of lse; used if DLSE.
-        sink: sinks of the heads, float32 [H]; used if FUSED_DELTA and SINK.
         scale: factor of the scores.
         window: largest number of rows in a window.
         width: columns of ``lists``, or the largest number of entries.
@@ -293,17 +269,15 @@ def prefill_backward_kernel(
         tiles: number of work tiles, T * HEAD_BLOCKS.
         HEAD_BLOCKS: blocks of 64 heads per query.
         LISTED: True if the second scope is listed, False if it is a row range.
-        FUSED_DELTA: True to make denominators and <dout, out> here, False to load them.
-        SINK: True if heads have sinks.
         DLSE: True if lse has a gradient.
         QUERIES: True to compute dq.
         ROWS: NOTHING, REDUCTIONS or COLUMNS.
-        CHANNELS: channels of a product's block, 64 or 128.
-        AHEAD: True to start the next block's addends before the last one's are reduced.
-        VECTOR: float32 of a reduction, 2 or 4.
-        CONSUMER_REGISTERS: registers per thread of each consumer; the producer gets the rest.
+        CHANNELS: channels of a block in shared memory, 64 or 128.
+        SEGMENT: bytes of a row that an instruction of a warp of the reducer takes.
+        CONSUMER_REGISTERS: registers per thread of each consumer.
+        REDUCER_REGISTERS: registers per thread of the reducer; the producer gets the rest of 512.
     """
-    given = Given(dsink, dout, out, total, delta, lse, dlse, sink)
+    given = Given(total, delta, lse, dlse)
     shared = allocate(q.dtype.element_ty, CHANNELS)
     gl.warp_specialize(
         [
@@ -317,18 +291,25 @@ def prefill_backward_kernel(
             (
                 consumer0,
                 (
-                    dq, drows, ranges, given, scale, window, width, tiles, shared,
-                    HEAD_BLOCKS, FUSED_DELTA, SINK, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
+                    dq, ranges, given, scale, window, width, tiles, shared,
+                    HEAD_BLOCKS, DLSE, QUERIES, CHANNELS,
                 ),
             ),
             (
                 consumer1,
                 (
-                    dq, drows, ranges, given, scale, window, width, tiles, shared,
-                    HEAD_BLOCKS, FUSED_DELTA, SINK, DLSE, QUERIES, ROWS, CHANNELS, AHEAD, VECTOR,
+                    dq, ranges, given, scale, window, width, tiles, shared,
+                    HEAD_BLOCKS, DLSE, QUERIES, CHANNELS,
+                ),
+            ),
+            (
+                reducer,
+                (
+                    drows, ranges, window, width, tiles, shared,
+                    HEAD_BLOCKS, ROWS, CHANNELS, SEGMENT,
                 ),
             ),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+        [4, 4, 4],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, REDUCER_REGISTERS],
     )  # fmt: skip

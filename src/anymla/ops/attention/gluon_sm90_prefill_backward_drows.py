@@ -8,9 +8,7 @@ from triton.experimental.gluon import language as gl
 from anymla.ops._gluon_ptx import (
     bar_warp_sync,
     opaque,
-    red_global_add_v2_f32_if,
     red_global_add_v4_f32_if,
-    st_global_v2_f32_if,
     st_global_v4_f32_if,
 )
 from anymla.ops.attention.gluon_sm90_prefill_backward_shared import DIM
@@ -20,6 +18,7 @@ from anymla.ops.attention.gluon_sm90_prefill_backward_shared import DIM
 NOTHING = gl.constexpr(0)
 REDUCTIONS = gl.constexpr(1)
 COLUMNS = gl.constexpr(2)
+ADDED = gl.constexpr(32)  # channels of the rows that are added to at a time
 
 
 @gluon.constexpr_function
@@ -38,10 +37,22 @@ def sectors_layout(rows, channels):
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, channels])
 
 
+# Layout of [64, 32] of which an instruction of a warp takes whole lines of 128 bytes.
+LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [4, 0]],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [0, 16]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 32],
+    )
+)
+
+
 @gluon.jit
 def add_to_rows(
     x, drows, slots, first, column, channel, ROWS: gl.constexpr, CHANNELS: gl.constexpr,
-    VECTOR: gl.constexpr,
+    SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """Add [64, CHANNELS] to the channels from ``channel`` on of 64 rows.
 
@@ -54,16 +65,14 @@ def add_to_rows(
         channel: number of the first channel that is added to.
         ROWS: REDUCTIONS or COLUMNS.
         CHANNELS: channels of the block.
-        VECTOR: float32 of an instruction, 2 as an accumulator has them, or 4 after an exchange.
+        SEGMENT: bytes of a row that an instruction of a warp takes.
     """
-    if VECTOR == 4:
-        x = gl.convert_layout(x, sectors_layout(64, CHANNELS))
+    x = gl.convert_layout(x, sectors_layout(64, CHANNELS))
+    if SEGMENT == 128:
+        x = gl.convert_layout(x, LINES)
     even, odd = gl.split(gl.reshape(x, [64, CHANNELS // 2, 2]))
-    if VECTOR == 4:
-        a, c = gl.split(gl.reshape(even, [64, CHANNELS // 4, 2]))
-        b, d = gl.split(gl.reshape(odd, [64, CHANNELS // 4, 2]))
-    else:
-        a, b = even, odd
+    a, c = gl.split(gl.reshape(even, [64, CHANNELS // 4, 2]))
+    b, d = gl.split(gl.reshape(odd, [64, CHANNELS // 4, 2]))
     L: gl.constexpr = a.type.layout
     slot = slots.load(gl.SliceLayout(1, L))
     row = slot.to(gl.int64)
@@ -71,21 +80,15 @@ def add_to_rows(
         # Addresses are computed in place, as registers for those of all blocks do not suffice.
         column = opaque(column)
         row = first + (gl.arange(0, 64, layout=gl.SliceLayout(1, L)) + column)
-    c0 = gl.arange(0, CHANNELS // VECTOR, layout=gl.SliceLayout(0, L)) * VECTOR + channel
+    c0 = gl.arange(0, CHANNELS // 4, layout=gl.SliceLayout(0, L)) * 4 + channel
     at = (gl.expand_dims(drows + row * DIM, 1) + gl.expand_dims(c0, 0)).to(gl.int64)
     there = slot >= 0
     if ROWS == COLUMNS:
         there = there & (column >= 0)
     there = gl.expand_dims(there, 1).to(gl.int32)
     if ROWS == COLUMNS:
-        if VECTOR == 4:
-            st_global_v4_f32_if(at, a, b, c, d, there)
-        else:
-            st_global_v2_f32_if(at, a, b, there)
+        st_global_v4_f32_if(at, a, b, c, d, there)
         # The next products wait for these stores, so that they take their registers.
         bar_warp_sync()
     else:
-        if VECTOR == 4:
-            red_global_add_v4_f32_if(at, a, b, c, d, there)
-        else:
-            red_global_add_v2_f32_if(at, a, b, there)
+        red_global_add_v4_f32_if(at, a, b, c, d, there)

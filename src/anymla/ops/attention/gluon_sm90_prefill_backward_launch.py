@@ -12,14 +12,13 @@ from anymla.ops._triton_launch import LAUNCHES, PreparedLaunch, cdiv
 from anymla.ops.attention.composed import named_rows
 from anymla.ops.attention.gluon_sm90_prefill_backward import prefill_backward_kernel
 from anymla.ops.attention.gluon_sm90_prefill_backward_drows import COLUMNS, NOTHING, REDUCTIONS
-from anymla.ops.attention.gluon_sm90_range_backward import range_backward_kernel
+from anymla.ops.attention.gluon_sm90_window_backward import window_backward_kernel
 from anymla.ops.attention.prefill_backward_config import (
     PARTS_BYTES,
-    RANGE_HEADS,
-    RANGE_ROWS,
+    WINDOW_HEADS,
+    WINDOW_ROWS,
     GluonBackwardConfig,
     choose_gluon_config,
-    range_splits,
 )
 from anymla.ops.attention.prefill_config import HEADS
 from anymla.ops.attention.triton_prefill_backward import sum_parts_kernel, window_users_kernel
@@ -30,6 +29,7 @@ from anymla.ops.attention.triton_prefill_backward_launch import (
 )
 
 _TOKENS = 1024  # looked at together by window_users_kernel
+_WINDOW_REGISTERS = 216  # per thread of a consumer of the windows' kernel
 _SUM_ROWS = 4  # of a program that sums parts
 
 
@@ -66,32 +66,16 @@ def prefill_attention_backward(
     scale = channels**-0.5 if scale is None else scale
     config = choose_gluon_config()
     kind = NOTHING if gradients == "queries" else COLUMNS if deterministic else REDUCTIONS
-    tiles = kind is COLUMNS or (kind is REDUCTIONS and lists is None and config.range_tiles)
-    fused = config.fused_delta and delta is None and not tiles
-    total = lse
-    if not fused:
-        delta, total = denominators(dout, out, lse, sink, delta, dsink)
-    elif sink is not None:
-        sink = sink.float().contiguous()
-    out = dout if out is None else out.contiguous()
-    delta = lse if delta is None else delta
-    if tiles:
-        scopes = [(0, window, tokens + window)] + [(2, width, width)] * (lists is None)
-        for column, most, reached in scopes:
-            splits = 1 if deterministic else None
-            add_ranges(
-                drows, dout, q, rows, ranges, total, delta, lse, dlse,
-                column=column, most=most, reached=reached, scale=scale, splits=splits,
-                config=config,
-            )  # fmt: skip
-        if lists is None:
-            kind = NOTHING
-    if kind is NOTHING and gradients == "rows":
-        return dq, drows, dsink.sum(0)
+    delta, total = denominators(dout, out, lse, sink, delta, dsink)
+    if kind is COLUMNS:
+        _add_windows(
+            drows, dout, q, rows, ranges, total, delta, lse, dlse,
+            window=window, scale=scale, config=config,
+        )  # fmt: skip
     step = tokens
     if kind is COLUMNS:
         step = max(1, PARTS_BYTES // max(heads // HEADS * width * channels * 4, 1))
-    given = lists is not None, fused, sink is not None, dlse is not None, gradients != "rows"
+    given = lists is not None, dlse is not None, gradients != "rows"
     for start in range(0, tokens, step):
         chunk = slice(start, start + step)
         count = len(q[chunk])
@@ -104,17 +88,16 @@ def prefill_attention_backward(
             config, q.device,
         )  # fmt: skip
         launch(
-            dq[chunk] if gradients != "rows" else q, target, dsink[chunk], dout[chunk], q[chunk],
-            rows, out[chunk], ranges[chunk], ranges if some is None else some, total[chunk],
-            delta[chunk], lse[chunk], lse if dlse is None else dlse[chunk],
-            lse if sink is None or not fused else sink,
+            dq[chunk] if gradients != "rows" else q, target, dout[chunk], q[chunk], rows,
+            ranges[chunk], ranges if some is None else some, total[chunk], delta[chunk],
+            lse[chunk], lse if dlse is None else dlse[chunk],
         )  # fmt: skip
         if kind is COLUMNS and width:
             add_in_order(drows, target, *named_rows(ranges[chunk], some, 0, entries))
     return dq, drows, dsink.sum(0)
 
 
-def add_ranges(
+def _add_windows(
     drows: Tensor,
     dout: Tensor,
     q: Tensor,
@@ -125,56 +108,45 @@ def add_ranges(
     lse: Tensor,
     dlse: Tensor | None,
     *,
-    column: int,
-    most: int,
-    reached: int,
+    window: int,
     scale: float,
-    splits: int | None,
     config: GluonBackwardConfig,
 ) -> None:
-    """Add to the rows what the ranges in columns ``column`` and ``column`` + 1 add to them.
-
-    ``reached`` is the number of rows that ranges are expected to reach; by it the tokens of a tile
-    are divided if ``splits`` is None.
-    """
+    """Add to the rows what windows add to them, in the order of tokens."""
     (tokens, heads, channels), size, device = q.shape, len(rows), q.device
-    if not most or not size:
+    if not window or not size:
         return
-    if splits is None:
-        splits = range_splits(heads, reached, size, device_facts.target_of(device))
-    tiles, count = cdiv(size, RANGE_ROWS), heads // RANGE_HEADS * splits
+    tiles, count = cdiv(size, WINDOW_ROWS), heads // WINDOW_HEADS
     users = torch.empty((tiles, 2), dtype=torch.int32, device=device)
-    scope = ranges.flatten()[column:]
     parts = torch.empty((count, size, channels), dtype=torch.float32, device=device)
-    _users(tiles, tokens, most)(users, scope)
-    _ranges(tiles, count, scale, most, splits, size, heads, dlse is not None, config)(
-        parts, users, dout, q, rows, scope, total, delta, lse, lse if dlse is None else dlse
+    _users(tiles, tokens, window)(users, ranges)
+    _windows(tiles, count, scale, window, size, heads, dlse is not None, config)(
+        parts, users, dout, q, rows, ranges, total, delta, lse, lse if dlse is None else dlse
     )
     _sums(size, count, channels)(drows, parts, users)
 
 
 @functools.lru_cache(LAUNCHES)
-def _users(tiles: int, tokens: int, most: int) -> PreparedLaunch:
+def _users(tiles: int, tokens: int, window: int) -> PreparedLaunch:
     return PreparedLaunch(
-        window_users_kernel, (tiles,), tokens, most, BN=RANGE_ROWS, BT=_TOKENS, num_warps=4
+        window_users_kernel, (tiles,), tokens, window, BN=WINDOW_ROWS, BT=_TOKENS, num_warps=4
     )
 
 
 @functools.lru_cache(LAUNCHES)
-def _ranges(
+def _windows(
     tiles: int,
     count: int,
     scale: float,
-    most: int,
-    splits: int,
+    window: int,
     size: int,
     heads: int,
     dlse: bool,
     config: GluonBackwardConfig,
 ) -> PreparedLaunch:
     return PreparedLaunch(
-        range_backward_kernel, (tiles, count), scale, most, splits, size, heads,
-        DLSE=dlse, CHANNELS=config.channels, CONSUMER_REGISTERS=config.consumer_registers,
+        window_backward_kernel, (tiles, count), scale, window, size, heads,
+        DLSE=dlse, CHANNELS=config.channels, CONSUMER_REGISTERS=_WINDOW_REGISTERS,
         num_warps=4,
     )  # fmt: skip
 
@@ -183,7 +155,7 @@ def _ranges(
 def _sums(size: int, count: int, channels: int) -> PreparedLaunch:
     return PreparedLaunch(
         sum_parts_kernel, (cdiv(size, _SUM_ROWS),), count, size, CHANNELS=channels,
-        BN=RANGE_ROWS, BR=_SUM_ROWS, num_warps=4,
+        BN=WINDOW_ROWS, BR=_SUM_ROWS, num_warps=4,
     )  # fmt: skip
 
 
@@ -191,7 +163,7 @@ def _sums(size: int, count: int, channels: int) -> PreparedLaunch:
 def _backward(
     sizes: tuple[int, int, int, int, int],
     scale: float,
-    given: tuple[bool, bool, bool, bool, bool],
+    given: tuple[bool, bool, bool],
     kind: int,
     config: GluonBackwardConfig,
     device: torch.device,
@@ -201,14 +173,13 @@ def _backward(
     Args:
         sizes: numbers of tokens, heads, window rows, list columns and rows.
         scale: factor of the scores.
-        given: True each for lists, denominators to be made, sinks, a gradient of lse, and a wanted
-            gradient of the queries.
+        given: True each for lists, a gradient of lse, and a wanted gradient of the queries.
         kind: NOTHING, REDUCTIONS or COLUMNS.
         config: launch parameters of the kernel.
         device: device of the launch.
     """
     tokens, heads, window, width, rows = sizes
-    listed, fused, sink, dlse, queries = given
+    listed, dlse, queries = given
     blocks = heads // HEADS
     tiles = tokens * blocks
     return PreparedLaunch(
@@ -221,14 +192,12 @@ def _backward(
         tiles,
         HEAD_BLOCKS=blocks,
         LISTED=listed,
-        FUSED_DELTA=fused,
-        SINK=sink and fused,
         DLSE=dlse,
         QUERIES=queries,
         ROWS=kind,
         CHANNELS=config.channels,
-        AHEAD=config.ahead,
-        VECTOR=config.vector,
+        SEGMENT=config.segment,
         CONSUMER_REGISTERS=config.consumer_registers,
+        REDUCER_REGISTERS=config.reducer_registers,
         num_warps=4,
     )

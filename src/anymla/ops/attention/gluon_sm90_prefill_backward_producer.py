@@ -17,7 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from anymla.ops.attention.gluon_sm90_prefill_backward_shared import BLOCK, DIM, HEADS, counts_of
+from anymla.ops.attention.gluon_sm90_prefill_backward_shared import (
+    BLOCK,
+    DIM,
+    HEADS,
+    SLOTS,
+    counts_of,
+)
 
 # Triton 3.9 renamed the function.
 _load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -110,7 +116,7 @@ def producer(
                 copy_channels(
                     shared.rows, half * HALF, p + half * HALF * CHANNELS, there, CHANNELS, HALF
                 )
-            shared.slots.index(done % 2).store(slot)
+            shared.slots.index(done % SLOTS).store(slot)
             if i == 0:
                 mbarrier.wait(shared.pairs_empty, (number & 1) ^ 1)
                 for half in gl.static_range(2):

@@ -14,8 +14,8 @@ _CHANNELS = 512  # sums of more channels leave no tile that fits
 _LEAST_HEADS = 16  # the M of a matrix instruction
 # Bytes of addends to rows that are written out before they are summed in order.
 PARTS_BYTES = 1 << 30
-# Rows and heads that a CTA takes where Hopper's gradients are summed tile by tile.
-RANGE_ROWS, RANGE_HEADS = 64, 32
+# Rows and heads that a CTA takes where Hopper's gradients of windows are summed tile by tile.
+WINDOW_ROWS, WINDOW_HEADS = 64, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,23 +47,16 @@ class GluonBackwardConfig:
     """Launch parameters of the Hopper gradients.
 
     Attributes:
-        channels: channels of a product, 64 or 128.
-        ahead: True to start the next block of addends before the last one's are reduced.
-        vector: float32 of a reduction in global memory, 2 or 4.
-        consumer_registers: registers per thread of each consumer; the producer gets the rest of
-            168 * 3.
-        range_tiles: True to sum the rows of calls without lists tile by tile, without atomics, as
-            is always done in a fixed order.
-        fused_delta: True to make <dout, out> and the denominators in the kernel of the queries,
-            where nothing else needs them.
+        channels: channels of a block in shared memory, 64 or 128.
+        consumer_registers: registers per thread of each consumer.
+        reducer_registers: registers per thread of the reducer; the producer gets the rest of 512.
+        segment: bytes of a row that an instruction of a warp of the reducer takes, 64 or 128.
     """
 
     channels: int = 64
-    ahead: bool = False
-    vector: int = 4
-    consumer_registers: int = 216
-    range_tiles: bool = False
-    fused_delta: bool = False
+    consumer_registers: int = 200
+    reducer_registers: int = 72
+    segment: int = 128
 
 
 def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardConfig:
@@ -98,20 +91,6 @@ def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardCon
 def choose_gluon_config() -> GluonBackwardConfig:
     """Choose the launch parameters of the Hopper gradients."""
     return GluonBackwardConfig()
-
-
-def range_splits(heads: int, reached: int, size: int, target: Target) -> int:
-    """Choose the number of parts of a tile's tokens, so that all SMs have a part.
-
-    Args:
-        heads: query heads H.
-        reached: number of rows that ranges are expected to reach.
-        size: number of all rows, for each of which every part has a sum.
-        target: machine that runs the kernel.
-    """
-    tiles = -(-reached // RANGE_ROWS) * (heads // RANGE_HEADS)
-    bytes_of_one = heads // RANGE_HEADS * size * CHANNELS * 4
-    return max(1, min(target.sm_count // max(tiles, 1), PARTS_BYTES // max(bytes_of_one, 1)))
 
 
 def _fitting(heads: int, most: int) -> int:

@@ -1,10 +1,10 @@
-"""Gradients of rows that queries name by ranges, on Hopper: tile by tile of rows, without atomics.
+"""Gradients of the rows of windows, on Hopper: tile by tile of rows, in a fixed order of tokens.
 
-A CTA takes 64 rows and 32 heads, and goes through the tokens whose ranges reach its rows, two at a
+A CTA takes 64 rows and 32 heads, and goes through the tokens whose windows reach its rows, two at a
 time. Consumer w makes scores and <dout, row> of token t + w. Then both add [dS; P]^T [Q; dO] of
 both tokens in registers, each in 256 channels. A row that a token does not see gets zeros from it,
-so its sum depends neither on its tile nor on the tokens beside it. The sums of different heads, and
-of parts of the tokens, are stored apart.
+so its sum depends neither on its tile nor on the tokens beside it. The sums of different heads are
+stored apart.
 """
 
 # mypy: ignore-errors
@@ -99,24 +99,21 @@ def _allocate(DTYPE: gl.constexpr, CHANNELS: gl.constexpr):
 
 
 @gluon.jit
-def _tokens_of(users, splits):
+def _tokens_of(users):
     """Return the first of a CTA's tokens, and their end."""
     tile = gl.program_id(0)
-    first, last = gl.load(users + tile * 2), gl.load(users + tile * 2 + 1)
-    each = (gl.maximum(last - first, 0) + splits - 1) // splits
-    first += gl.program_id(1) % splits * each
-    return first, gl.minimum(last, first + each)
+    return gl.load(users + tile * 2), gl.load(users + tile * 2 + 1)
 
 
 @gluon.jit
-def _producer(dout, q, kv, users, splits, size, heads, shared, CHANNELS: gl.constexpr):
+def _producer(dout, q, kv, users, size, heads, shared, CHANNELS: gl.constexpr):
     """Run the producer warpgroup: the rows, then q and dout of two tokens after two."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BLOCKS: gl.constexpr = DIM // CHANNELS
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     c = gl.expand_dims(gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, L)), 0)
-    first, last = _tokens_of(users, splits)
-    head = gl.program_id(1) // splits * GROUP
+    first, last = _tokens_of(users)
+    head = gl.program_id(1) * GROUP
     row = gl.program_id(0) * BLOCK + r
     there = gl.expand_dims(row < size, 1)
     p = gl.expand_dims(kv + gl.minimum(row, size - 1).to(gl.int64) * DIM, 1) + c
@@ -125,7 +122,7 @@ def _producer(dout, q, kv, users, splits, size, heads, shared, CHANNELS: gl.cons
     step = 0
     for token in range(first, last, 2):
         for w in gl.static_range(2):
-            # The last token may be there twice; its ranges then reach no row.
+            # The last token may be there twice; its window then reaches no row.
             at = gl.minimum(token + w, last - 1).to(gl.int64) * heads + head
             p = gl.expand_dims(pair_lines(q, dout, at, r), 1) + c
             mbarrier.wait(shared.pairs_empty.index(w), (step & 1) ^ 1)
@@ -171,10 +168,10 @@ def _waited(sums, OUTSTANDING: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    parts, users, ranges, given, scale, most, splits, size, heads, shared,
+    parts, users, ranges, given, scale, most, size, heads, shared,
     w: gl.constexpr, DLSE: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer ``w``; the other arguments are those of ``range_backward_kernel``."""
+    """Run consumer ``w``; the other arguments are those of ``window_backward_kernel``."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     CL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHANNELS, 16])
     OL: gl.constexpr = sectors_layout(64, CHANNELS)
@@ -183,8 +180,8 @@ def _consume(
     RL: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, scores.type.layout))
     row = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK, layout=RL), 0), 0)
     row += gl.program_id(0) * BLOCK
-    head = heads_like(scores) + gl.program_id(1) // splits * GROUP
-    first, last = _tokens_of(users, splits)
+    head = heads_like(scores) + gl.program_id(1) * GROUP
+    first, last = _tokens_of(users)
     sums = ()
     for j in gl.static_range(HALF):
         sums += (gl.zeros([BLOCK, CHANNELS], gl.float32, CL),)
@@ -221,7 +218,7 @@ def _consume(
     c = gl.expand_dims(gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, OL)), 0)
     r += gl.program_id(0) * BLOCK
     to = parts + (gl.program_id(1).to(gl.int64) * size + r) * DIM + c
-    # Rows that no range reaches are left as they are.
+    # Rows that no window reaches are left as they are.
     reached = gl.load(users + gl.program_id(0) * 2) < gl.load(users + gl.program_id(0) * 2 + 1)
     for j in gl.static_range(HALF):
         x = gl.convert_layout(sums[j], OL)
@@ -230,28 +227,28 @@ def _consume(
 
 @gluon.jit
 def _consumer0(
-    parts, users, ranges, given, scale, most, splits, size, heads, shared,
+    parts, users, ranges, given, scale, most, size, heads, shared,
     DLSE: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        parts, users, ranges, given, scale, most, splits, size, heads, shared,
+        parts, users, ranges, given, scale, most, size, heads, shared,
         0, DLSE, CHANNELS,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer1(
-    parts, users, ranges, given, scale, most, splits, size, heads, shared,
+    parts, users, ranges, given, scale, most, size, heads, shared,
     DLSE: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        parts, users, ranges, given, scale, most, splits, size, heads, shared,
+        parts, users, ranges, given, scale, most, size, heads, shared,
         1, DLSE, CHANNELS,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["most", "splits", "size", "heads"])
-def range_backward_kernel(
+@gluon.jit(do_not_specialize=["most", "size", "heads"])
+def window_backward_kernel(
     parts,
     users,
     dout,
@@ -264,54 +261,51 @@ def range_backward_kernel(
     dlse,
     scale,
     most,
-    splits,
     size,
     heads,
     DLSE: gl.constexpr,
     CHANNELS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """Sum what ranges of rows get from 32 heads of a part of the tokens.
+    """Sum what the rows of windows get from 32 heads.
 
-    The grid has a CTA for each tile of 64 rows, and each group of heads and part of the tokens.
+    The grid has a CTA for each tile of 64 rows and each group of heads.
 
     Args:
-        parts: sums, float32 [H / 32 * splits, N, 512]; tiles that no range reaches are left as they
-            are.
-        users: first token whose range reaches a tile, and end of the last one, int32 [tiles, 2].
+        parts: sums, float32 [H / 32, N, 512]; tiles that no window reaches are left as they are.
+        users: first token whose window reaches a tile, and end of the last one, int32 [tiles, 2].
         dout: gradient of the output, [T, H, 512] of q's type.
         q: queries, [T, H, 512] of float16 or bfloat16.
         kv: rows, [N, 512] of q's type.
-        ranges: int32 [T, 4], whose first two columns are start and length of each query's range.
+        ranges: int32 [T, 4], whose first two columns are start and length of each query's window.
         total: float32 [T, H], log2 of the denominators with the sink.
         delta: float32 [T, H], sums <dout, out>.
         lse: float32 [T, H], natural and without the sink; used if DLSE.
         dlse: float32 [T, H], gradient of lse; used if DLSE.
         scale: factor of the scores.
-        most: largest number of rows of a range.
-        splits: parts of a tile's tokens.
+        most: largest number of rows of a window.
         size: number of rows N.
         heads: number of heads H.
         DLSE: True if lse has a gradient.
         CHANNELS: channels of a product's block, 64 or 128.
         CONSUMER_REGISTERS: registers per thread of each consumer; the producer gets the rest.
     """
-    given = Given(total, dout, q, total, delta, lse, dlse, total)
+    given = Given(total, delta, lse, dlse)
     shared = _allocate(q.dtype.element_ty, CHANNELS)
     gl.warp_specialize(
         [
-            (_producer, (dout, q, kv, users, splits, size, heads, shared, CHANNELS)),
+            (_producer, (dout, q, kv, users, size, heads, shared, CHANNELS)),
             (
                 _consumer0,
                 (
-                    parts, users, ranges, given, scale, most, splits, size, heads, shared,
+                    parts, users, ranges, given, scale, most, size, heads, shared,
                     DLSE, CHANNELS,
                 ),
             ),
             (
                 _consumer1,
                 (
-                    parts, users, ranges, given, scale, most, splits, size, heads, shared,
+                    parts, users, ranges, given, scale, most, size, heads, shared,
                     DLSE, CHANNELS,
                 ),
             ),
