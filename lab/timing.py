@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_Item = TypeVar("_Item")
 
 
 class CountedCalls(TorchDispatchMode):
@@ -27,6 +29,16 @@ class CountedCalls(TorchDispatchMode):
         """Count an operator and run it."""
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+def begun_within(
+    items: Iterable[_Item], end: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[_Item]:
+    """Yield items until one would begin later than ``end``, in the clock's seconds."""
+    for item in items:
+        if clock() > end:
+            return
+        yield item
 
 
 def median(times: list[float]) -> float:

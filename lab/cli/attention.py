@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from anymla.cli.numbers import count
     examples=[
         "python -m lab attention --heads 64 --flash-mla",
         "python -m lab attention --fused-end --json rows.jsonl",
+        "python -m lab attention --random 60 --seed 3 --seed 4 --planned --flash-mla --seconds 80",
     ]
 )
 @json_option
@@ -37,7 +39,15 @@ from anymla.cli.numbers import count
 @click.option("--fused-end", is_flag=True, help="Instead: with FP8 heads, fused and apart.")
 @click.option("--verification", is_flag=True, help="Instead: steps that verify drafts.")
 @count("--random", "drawn", help="Instead: so many shapes.")
-@count("--seed", default=0, help="Of the random shapes.", least=0)
+@count(
+    "--seed",
+    "seeds",
+    default=(0,),
+    multiple=True,
+    least=0,
+    help="Of the random shapes; repeatable, in turn.",
+)
+@count("--seconds", help="No shape begins later.")
 @click.option("--schedules", is_flag=True, help="Random shapes by all that could be chosen.")
 @click.option("--planned", is_flag=True, help="With work shared out once for all calls.")
 @count("--heads", multiple=True, help="Only these; repeatable.")
@@ -51,7 +61,8 @@ def attention(
     fused_end: bool,
     verification: bool,
     drawn: int | None,
-    seed: int,
+    seeds: tuple[int, ...],
+    seconds: int | None,
     schedules: bool,
     planned: bool,
     heads: tuple[int, ...],
@@ -73,11 +84,13 @@ def attention(
     from lab.peers.flash_mla import FlashMla
     from lab.peers.sgl_flash_mla import SglFlashMla
     from lab.peers.vllm import VllmXpu
+    from lab.timing import begun_within
 
+    start = time.monotonic()
     if vllm_xpu + v32 + v41 + fused_end + verification + (drawn is not None) > 1:
         raise BadInput("one of --vllm-xpu, --v32, --v41, --fused-end, --verification and --random")
-    if drawn is None and _was_given("seed"):
-        raise BadInput(f"--seed {seed}: is of --random")
+    if drawn is None and _was_given("seeds"):
+        raise BadInput(f"--seed {seeds[0]}: is of --random")
     if schedules and (drawn is None or flash_mla or planned or backend != "gluon_sm90"):
         raise BadInput("--schedules is of --random and gluon_sm90, alone")
     if planned and (vllm_xpu or v32 or v41 or fused_end or verification):
@@ -102,7 +115,7 @@ def attention(
     elif fused_end:
         shapes = family.fp8_heads_shapes()
     elif drawn is not None:
-        shapes = family.random_shapes(drawn, seed)
+        shapes = family.draws(drawn, seeds)
     every: list[Any] = list(steps.shapes() if verification else shapes)
     chosen = require_cases(
         " ".join(f"--heads {count}" for count in heads),
@@ -130,6 +143,8 @@ def attention(
         if drawn is not None:
             family.compile_ahead(chosen, backend, torch.device("cuda"), planned=planned)
         cases = family.decode_cases(chosen, backend, builds, planned=planned)
+    if seconds is not None:
+        cases = begun_within(cases, start + seconds)
     hidden = decode_schedules.IN_LABEL if schedules else family.IN_LABEL
     measure(cases, json_file, peers=peers, hidden=steps.IN_LABEL if verification else hidden)
 

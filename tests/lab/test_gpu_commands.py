@@ -26,7 +26,7 @@ from lab.cases import (
     v41_attention,
 )
 from lab.cases.prefill_attention import ListedRows, PrefillCase
-from lab.cases.sparse_attention import Decode
+from lab.cases.sparse_attention import Decode, Drawn
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +101,36 @@ def test_attention(bench, words, part, count):
     assert "seed" not in said
 
 
+@pytest.mark.usefixtures("small", "peer")
+def test_random_shapes_of_several_seeds_in_turn(bench, monkeypatch):
+    monkeypatch.setattr(
+        sparse_attention,
+        "random_shapes",
+        lambda count, seed: (
+            Drawn(1, 1, 8 + number, 64, draw=seed, number=number) for number in range(count)
+        ),
+    )
+    monkeypatch.setattr(sparse_attention, "compile_ahead", lambda *_, **__: None)
+    words = "attention --backend torch --random 2 --seed 5 --seed 6 --planned --flash-mla"
+    rows, _ = bench(words)
+    assert [(row["draw"], row["number"]) for row in rows] == [(5, 0), (6, 0), (5, 1), (6, 1)]
+
+
+@pytest.mark.usefixtures("small", "peer")
+def test_no_shape_begins_later_than_asked(bench, monkeypatch):
+    begun = []
+
+    def some(cases, end):
+        begun.append(end)
+        yield next(iter(cases))
+
+    monkeypatch.setattr("lab.timing.begun_within", some)
+    monkeypatch.setattr("lab.cli.attention.time.monotonic", lambda: 100.0)
+    rows, _ = bench("attention --backend torch --seconds 30")
+    assert begun == [130.0]
+    assert len(rows) == 1
+
+
 @pytest.mark.usefixtures("small")
 def test_rows_of_v41(bench):
     rows, said = bench("attention --backend torch --v41")
@@ -127,6 +157,14 @@ def test_prefill(bench, monkeypatch):
         "flash_mla_sparse_fwd",
     ]  # fmt: skip
     assert {row["ratio"] for row in rows} == {1.0}
+
+
+@pytest.mark.usefixtures("peer")
+def test_prefill_of_one_shape_a_kind(bench, monkeypatch):
+    monkeypatch.setattr(prefill_attention, "KINDS", (PrefillCase("window", 9, 3, 300),))
+    monkeypatch.setattr(prefill_attention, "LISTED_KINDS", (ListedRows(6, 64, 128, 500),))
+    rows, _ = bench("prefill --backend torch --kinds --flash-mla", 1)
+    assert [row["part"] for row in rows] == ["attention during prefill", "flash_mla_sparse_fwd"]
 
 
 def test_linear(bench, monkeypatch):

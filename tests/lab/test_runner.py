@@ -13,6 +13,7 @@ import torch
 from anymla.bench.runner import Case, Subject, beside, ceilings, facts, rounded, run
 from anymla.ops.registry import BackendUnavailable
 from lab.peers import Peer
+from lab.timing import begun_within
 
 TWICE = beside("us", "peer_us", 2.0, "twice")
 
@@ -191,3 +192,11 @@ def test_every_row_says_what_it_was_measured_on_and_with():
     assert row["device"] == "NVIDIA H200"
     assert (row["triton"], row["library"]) == ("3.6", "1.2")
     assert {"commit", "date", "torch", "anymla", "cpu"} <= set(row)
+
+
+def test_nothing_begins_after_the_end():
+    now = iter([1.0, 2.0, 2.5])
+    made = []
+    items = (made.append(number) or number for number in range(9))
+    assert list(begun_within(items, 2.0, lambda: next(now))) == [0, 1]
+    assert made == [0, 1, 2]  # a case that has not begun holds nothing
