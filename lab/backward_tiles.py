@@ -25,7 +25,11 @@ from anymla.bench.gpu_timing import gpu_clock
 from anymla.bench.report import append_lines
 from anymla.ops.attention import prefill_attention, prefill_attention_backward
 from anymla.ops.attention import triton_prefill_backward_launch as launch
-from anymla.ops.attention.prefill_backward_config import BackwardConfig, choose_config
+from anymla.ops.attention.prefill_backward_config import (
+    BackwardConfig,
+    choose_config,
+    gluon_backward_support,
+)
 from anymla.ops.device import target_of
 from anymla.testing.tolerance import relative_l2
 from lab.peers.cudnn import CudnnFrontend
@@ -156,8 +160,8 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each shape and way, until the time is over; ``alone`` omits other tiles.
 
-    Rows of the chosen tile say how far dq, drows and dsink are from torch's, as relative L2, and
-    with a peer also its time and distances.
+    With ``alone``, Hopper's own kernels are timed as well. Rows of the chosen tile say how far dq,
+    drows and dsink are from torch's, as relative L2, and with a peer also its time and distances.
     """
     from triton.runtime.errors import OutOfResources
 
@@ -165,11 +169,12 @@ def measured(
     for shape in shapes:
         call = Call(shape, device, channels=channels)
         chosen = choose_config(shape.heads, torch.bfloat16, target_of(device))
-        ways: list[tuple[BackwardConfig, dict[str, Any]]] = [
-            (chosen, {"deterministic": True}),
-            (chosen, {"gradients": "queries"}),
-            *((tile, {}) for tile in ([chosen] if alone else tiles(chosen))),
-        ]  # fmt: skip
+        named: list[dict[str, Any]] = [{}, {"deterministic": True}, {"gradients": "queries"}]
+        ways = [(chosen, more) for more in named]
+        if alone and supports_gluon(call):
+            ways += [(chosen, {"backend": "gluon_sm90", **more}) for more in named]
+        if not alone:
+            ways += [(tile, {}) for tile in tiles(chosen) if tile != chosen]
         want = call.run("torch")
         theirs = {} if peer is None else _beside(clock, peer.gradients(call), want)
         for tile, more in sorted(ways, key=lambda way: way != (chosen, {})):
@@ -187,12 +192,18 @@ def measured(
                     continue
             yield {
                 "part": "gradients of prefill attention", "case": str(shape),
-                "tile": dataclasses.astuple(tile), "chosen": tile == chosen, **more,
+                **({} if "backend" in more else {"tile": dataclasses.astuple(tile)}),
+                "chosen": tile == chosen, **more,
                 "us": round(taken, 1), "tflops": round(shape.flop / taken / 1e6, 1), **apart,
-                **(theirs if (tile, more) == (chosen, {}) else {}),
+                **(theirs if tile == chosen and not more.keys() - {"backend"} else {}),
             }  # fmt: skip
         del call, want
         clock.release()
+
+
+def supports_gluon(call: Call) -> bool:
+    """Return whether Hopper's own kernels take a call."""
+    return bool(gluon_backward_support(call.dout, call.q, call.rows))
 
 
 def _beside(clock: Any, run: Callable[[], Any], want: tuple[torch.Tensor, ...]) -> dict[str, Any]:
@@ -208,7 +219,7 @@ def _beside(clock: Any, run: Callable[[], Any], want: tuple[torch.Tensor, ...]) 
 @click.command()
 @click.argument("path", type=Path, required=False)
 @click.option("--seconds", default=170.0, show_default=True, help="Begin nothing after so long.")
-@click.option("--chosen", is_flag=True, help="Time the chosen tiles only.")
+@click.option("--chosen", is_flag=True, help="Time the chosen tiles and Hopper's kernels.")
 @click.option("--cudnn", is_flag=True, help="Next to cuDNN frontend.")
 def main(path: Path | None, seconds: float, chosen: bool, cudnn: bool) -> None:
     """Check small gradients, then print the times of all variants, and keep them in a file."""
@@ -222,7 +233,8 @@ def main(path: Path | None, seconds: float, chosen: bool, cudnn: bool) -> None:
         print(*checked(clock.device, shape), sep="\n", flush=True)
     for row in measured(clock.device, clock, seconds=seconds, alone=chosen, peer=peer):
         way = [f"{name}={row[name]}" for name in ("deterministic", "gradients") if name in row]
-        tile = "x".join(map(str, row["tile"][:5])) + " (chosen)" * row["chosen"]
+        way += ["Gluon"] * ("backend" in row)
+        tile = "x".join(map(str, row.get("tile", ())[:5])) + " (chosen)" * row["chosen"]
         print(
             f"{row['case']:24s} {tile:38s} {row['us']:9.1f} us {row['tflops']:6.1f} TFLOP/s",
             *way,

@@ -88,8 +88,9 @@ def judgement(build: Build, target: Target) -> Judgement:
     if build.name == "prefill_backward_kernel":
         from anymla.ops.attention.gluon_sm90_prefill_backward_drows import COLUMNS
 
-        # Beside addresses of columns, those of shared memory are kept outside of registers.
-        spills = 80 if build.constants["ROWS"] == COLUMNS.value else 0
+        # Beside addresses of rows, those of shared memory are kept outside of registers. Blocks of
+        # 64 channels spill none, and are 3 % slower.
+        spills = 80 if build.constants["ROWS"] == COLUMNS.value else 40
         return Judgement(matrix=True, spills=spills)
     if build.name not in ("backward_kernel", "window_rows_kernel"):
         return Judgement()

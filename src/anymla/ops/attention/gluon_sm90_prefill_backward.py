@@ -1,22 +1,20 @@
-"""Gradients of prefill attention on Hopper: the persistent kernel, its consumers and its reducer.
+"""Gradients of prefill attention on Hopper: the persistent kernel and its two consumer warpgroups.
 
 64 heads of one query, and 64 rows at a time. The grid has one CTA per SM. CTA p takes work tiles p,
-p + CTAs, ...; a work tile is a query and a block of 64 heads. Four warpgroups share it:
+p + CTAs, ...; a work tile is a query and a block of 64 heads. Three warpgroups share it:
 
     producer    q and dout of the heads, then block after block of rows, by cp.async
-    consumer w  S and dP of heads 32 w .. 32 w + 31; then dQ += dS K of channels 256 w ..
-                256 w + 255
-    reducer     what all heads add to the rows, [dS; P]^T [Q; dO], block of channels after block
+    consumer w  S and dP of heads 32 w .. 32 w + 31; then, of channels 256 w .. 256 w + 255,
+                dQ += dS K, and what all heads add to the rows, [dS; P]^T [Q; dO]
 
 Rows are keys and values, so q and dout are one operand, in which 8 heads of q are followed by the
 same heads of dout: a thread of wgmma holds lines r and r + 8, which are the score and <dout, row>
 of one head. So P and dS are made where the products leave them, and go through shared memory once.
-L2 adds float32 more slowly than the tensor cores make them: the reducer waits for it alone, while
-the consumers go on to the next block.
+The rows' buffer is released after dQ, and filled while what is added to rows is made and leaves.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: B007, SIM113
+# ruff: noqa: B007, RUF005, SIM113
 # Device code is not ordinary Python: it has no enumerate, and static loops count with a name.
 
 from triton.experimental import gluon
@@ -30,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anymla.ops._gluon_ptx import opaque
 from anymla.ops.attention.gluon_sm90_prefill_backward_drows import (
-    ADDED,
     NOTHING,
     add_to_rows,
     sectors_layout,
@@ -38,9 +35,9 @@ from anymla.ops.attention.gluon_sm90_prefill_backward_drows import (
 from anymla.ops.attention.gluon_sm90_prefill_backward_producer import producer
 from anymla.ops.attention.gluon_sm90_prefill_backward_shared import (
     BLOCK,
+    CHANNELS,
     DIM,
     HEADS,
-    SLOTS,
     allocate,
     counts_of,
     ds_of_all_heads,
@@ -56,9 +53,7 @@ from anymla.ops.attention.gluon_sm90_prefill_backward_weights import (
 
 
 @gluon.jit
-def _products(
-    shared, w: gl.constexpr, zero, number, done, SL: gl.constexpr, CHANNELS: gl.constexpr
-):
+def _products(shared, w: gl.constexpr, zero, number, done, SL: gl.constexpr):
     """Multiply q and dout of consumer ``w``'s heads with a block's rows, [64, 64]."""
     BLOCKS: gl.constexpr = DIM // CHANNELS
     acc = gl.zeros([64, BLOCK], gl.float32, SL)
@@ -73,53 +68,43 @@ def _products(
 
 
 @gluon.jit
-def _addends(shared, zero, part: gl.constexpr, CL: gl.constexpr, CHANNELS: gl.constexpr):
-    """Start what all heads add to the rows' channels from 32 * ``part`` on, [64, 32]."""
+def _addends(shared, zero, block, CL: gl.constexpr):
+    """Start what all heads add to a block of channels of the rows, [64, CHANNELS]."""
     BLOCKS: gl.constexpr = DIM // CHANNELS
-    acc = gl.zeros([BLOCK, ADDED], gl.float32, CL)
+    acc = gl.zeros([BLOCK, CHANNELS], gl.float32, CL)
     for w in gl.static_range(2):
         weights = shared.weights.index(zero + w).permute((1, 0))
-        pairs = shared.pairs.index(zero + w * BLOCKS + part * ADDED // CHANNELS)
-        some = pairs.slice(part * ADDED % CHANNELS, ADDED, dim=1)
-        acc = warpgroup_mma(weights, some, acc, use_acc=w > 0, is_async=True)
+        pairs = shared.pairs.index(zero + w * BLOCKS + block)
+        acc = warpgroup_mma(weights, pairs, acc, use_acc=w > 0, is_async=True)
     return acc
 
 
 @gluon.jit
-def reducer(
-    drows, ranges, window, width, tiles, shared,
-    HEAD_BLOCKS: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr, SEGMENT: gl.constexpr,
+def _add_block(
+    sums, drows, shared, w: gl.constexpr, zero, slots, first, column, last, CL: gl.constexpr,
+    QUERIES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Run the reducer warpgroup; the arguments are those of ``prefill_backward_kernel``."""
-    CL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ADDED, 16])
-    PARTS: gl.constexpr = DIM // ADDED
-    done = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, _, blocks0, blocks = counts_of(ranges, tile // HEAD_BLOCKS, window, width)
-        for i in range(blocks):
-            mbarrier.wait(shared.weights_full, done & 1)
-            if ROWS == NOTHING:
-                mbarrier.arrive(shared.weights_empty, count=1)
-                if i + 1 == blocks:
-                    mbarrier.arrive(shared.pairs_empty, count=1)
-            else:
-                # Columns of the second scope alone are stored.
-                column = (i - blocks0) * BLOCK
-                first = tile.to(gl.int64) * width
-                slots = shared.slots.index(done % SLOTS)
-                zero = opaque(0)
-                adds = _addends(shared, zero, 0, CL, CHANNELS)
-                for j in gl.static_range(PARTS):
-                    each = warpgroup_mma_wait(0, deps=[adds])
-                    if j + 1 < PARTS:
-                        # L2 takes what is added while the next products are made.
-                        adds = _addends(shared, zero, j + 1, CL, CHANNELS)
-                    else:
-                        mbarrier.arrive(shared.weights_empty, count=1)
-                        if i + 1 == blocks:
-                            mbarrier.arrive(shared.pairs_empty, count=1)
-                    add_to_rows(each, drows, slots, first, column, j * ADDED, ROWS, ADDED, SEGMENT)
-            done += 1
+    """Add what all heads add to a block of rows, and wait for dQ, which was started; return dQ."""
+    HALF: gl.constexpr = DIM // CHANNELS // 2
+    adds = _addends(shared, zero, w * HALF, CL)
+    if QUERIES:
+        waited = warpgroup_mma_wait(2, deps=sums + (adds,))
+        sums = ()
+        for j in gl.static_range(HALF):
+            sums += (waited[j],)
+        adds = waited[HALF]
+    mbarrier.arrive(shared.rows_empty.index(w), count=1)
+    for j in gl.static_range(HALF):
+        each = warpgroup_mma_wait(0, deps=[adds])
+        if j + 1 == HALF:
+            mbarrier.arrive(shared.weights_empty, count=1)
+            if last:
+                mbarrier.arrive(shared.pairs_empty, count=1)
+        channel = (w * HALF + j) * CHANNELS
+        add_to_rows(each, drows, slots, first, column, channel, ROWS)
+        if j + 1 < HALF:
+            adds = _addends(shared, zero, w * HALF + j + 1, CL)
+    return sums
 
 
 @gluon.jit
@@ -133,7 +118,7 @@ def _wait_for_queries(sums):
 
 
 @gluon.jit
-def _store_queries(acc, dq, tile, some, channel, CHANNELS: gl.constexpr):
+def _store_queries(acc, dq, tile, some, channel):
     """Store [64, CHANNELS] of dq rounded, or zeros for a query without rows."""
     OL: gl.constexpr = sectors_layout(64, CHANNELS)
     y = gl.convert_layout(gl.where(some, acc, 0.0).to(dq.dtype.element_ty), OL)
@@ -144,9 +129,9 @@ def _store_queries(acc, dq, tile, some, channel, CHANNELS: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    dq, ranges, given, scale, window, width, tiles, shared,
+    dq, drows, ranges, given, scale, window, width, tiles, shared,
     w: gl.constexpr, HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr,
-    CHANNELS: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """Run consumer ``w``; the other arguments are those of ``prefill_backward_kernel``."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -160,7 +145,7 @@ def _consume(
     number = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token = tile // HEAD_BLOCKS
-        count0, count1, _blocks0, blocks = counts_of(ranges, token, window, width)
+        count0, count1, blocks0, blocks = counts_of(ranges, token, window, width)
         at = tile.to(gl.int64) * HEADS + head
         of_total, of_delta, of_lse, of_dlse = load_denominators(given, at, DLSE)
         sums = ()
@@ -170,11 +155,13 @@ def _consume(
             phase = done & 1
             # Descriptors of operands are computed in place, as registers for all do not suffice.
             zero = opaque(0)
-            acc = _products(shared, w, zero, number, done, SL, CHANNELS)
+            acc = _products(shared, w, zero, number, done, SL)
             p, ds = weights_of(acc, scale, of_total, of_delta, of_lse, of_dlse, DLSE)
             mbarrier.wait(shared.weights_empty, phase ^ 1)
-            shared.ds.index(w).store(gl.reshape(ds, [32, BLOCK]).to(DT))
-            shared.weights.index(w).store(join_weights(ds, p, SL).to(DT))
+            if QUERIES:
+                shared.ds.index(w).store(gl.reshape(ds, [32, BLOCK]).to(DT))
+            if ROWS != NOTHING:
+                shared.weights.index(w).store(join_weights(ds, p, SL).to(DT))
             fence_async_shared()
             mbarrier.arrive(shared.weights_full, count=1)
             mbarrier.wait(shared.weights_full, phase)
@@ -183,38 +170,52 @@ def _consume(
                 for j in gl.static_range(HALF):
                     rows = shared.rows.index(zero + w * HALF + j)
                     more += (warpgroup_mma(ds_all, rows, sums[j], is_async=True),)
-                sums = _wait_for_queries(more)
-            mbarrier.arrive(shared.rows_empty.index(w), count=1)
-            mbarrier.arrive(shared.weights_empty, count=1)
+                sums = more
+            last = i + 1 == blocks
+            slots = shared.slots.index(done % 2)
+            if ROWS == NOTHING:
+                sums = _wait_for_queries(sums)
+                mbarrier.arrive(shared.rows_empty.index(w), count=1)
+                mbarrier.arrive(shared.weights_empty, count=1)
+                if last:
+                    mbarrier.arrive(shared.pairs_empty, count=1)
+            else:
+                # Columns of the second scope alone are stored.
+                column = (i - blocks0) * BLOCK
+                first = tile.to(gl.int64) * width
+                sums = _add_block(
+                    sums, drows, shared, w, zero, slots, first, column, last, CL,
+                    QUERIES, ROWS,
+                )  # fmt: skip
             done += 1
         if QUERIES:
             for j in gl.static_range(HALF):
                 channel = (w * HALF + j) * CHANNELS
-                _store_queries(sums[j], dq, tile, count0 + count1 > 0, channel, CHANNELS)
+                _store_queries(sums[j], dq, tile, count0 + count1 > 0, channel)
         number += 1
 
 
 @gluon.jit
 def consumer0(
-    dq, ranges, given, scale, window, width, tiles, shared,
-    HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr, CHANNELS: gl.constexpr,
+    dq, drows, ranges, given, scale, window, width, tiles, shared,
+    HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup 0."""
     _consume(
-        dq, ranges, given, scale, window, width, tiles, shared, 0,
-        HEAD_BLOCKS, DLSE, QUERIES, CHANNELS,
+        dq, drows, ranges, given, scale, window, width, tiles, shared, 0,
+        HEAD_BLOCKS, DLSE, QUERIES, ROWS,
     )  # fmt: skip
 
 
 @gluon.jit
 def consumer1(
-    dq, ranges, given, scale, window, width, tiles, shared,
-    HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr, CHANNELS: gl.constexpr,
+    dq, drows, ranges, given, scale, window, width, tiles, shared,
+    HEAD_BLOCKS: gl.constexpr, DLSE: gl.constexpr, QUERIES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup 1."""
     _consume(
-        dq, ranges, given, scale, window, width, tiles, shared, 1,
-        HEAD_BLOCKS, DLSE, QUERIES, CHANNELS,
+        dq, drows, ranges, given, scale, window, width, tiles, shared, 1,
+        HEAD_BLOCKS, DLSE, QUERIES, ROWS,
     )  # fmt: skip
 
 
@@ -241,10 +242,7 @@ def prefill_backward_kernel(
     DLSE: gl.constexpr,
     QUERIES: gl.constexpr,
     ROWS: gl.constexpr,
-    CHANNELS: gl.constexpr,
-    SEGMENT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
-    REDUCER_REGISTERS: gl.constexpr,
 ):
     """Compute dq of ``tiles`` = queries x blocks of 64 heads, and their addends to rows.
 
@@ -272,44 +270,34 @@ def prefill_backward_kernel(
         DLSE: True if lse has a gradient.
         QUERIES: True to compute dq.
         ROWS: NOTHING, REDUCTIONS or COLUMNS.
-        CHANNELS: channels of a block in shared memory, 64 or 128.
-        SEGMENT: bytes of a row that an instruction of a warp of the reducer takes.
-        CONSUMER_REGISTERS: registers per thread of each consumer.
-        REDUCER_REGISTERS: registers per thread of the reducer; the producer gets the rest of 512.
+        CONSUMER_REGISTERS: registers per thread of each consumer; the producer gets the rest.
     """
     given = Given(total, delta, lse, dlse)
-    shared = allocate(q.dtype.element_ty, CHANNELS)
+    shared = allocate(q.dtype.element_ty)
     gl.warp_specialize(
         [
             (
                 producer,
                 (
                     dout, q, kv, ranges, lists, window, width, size, tiles, shared,
-                    HEAD_BLOCKS, LISTED, CHANNELS,
+                    HEAD_BLOCKS, LISTED,
                 ),
             ),
             (
                 consumer0,
                 (
-                    dq, ranges, given, scale, window, width, tiles, shared,
-                    HEAD_BLOCKS, DLSE, QUERIES, CHANNELS,
+                    dq, drows, ranges, given, scale, window, width, tiles, shared,
+                    HEAD_BLOCKS, DLSE, QUERIES, ROWS,
                 ),
             ),
             (
                 consumer1,
                 (
-                    dq, ranges, given, scale, window, width, tiles, shared,
-                    HEAD_BLOCKS, DLSE, QUERIES, CHANNELS,
-                ),
-            ),
-            (
-                reducer,
-                (
-                    drows, ranges, window, width, tiles, shared,
-                    HEAD_BLOCKS, ROWS, CHANNELS, SEGMENT,
+                    dq, drows, ranges, given, scale, window, width, tiles, shared,
+                    HEAD_BLOCKS, DLSE, QUERIES, ROWS,
                 ),
             ),
         ],
-        [4, 4, 4],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, REDUCER_REGISTERS],
+        [4, 4],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
     )  # fmt: skip

@@ -11,14 +11,13 @@ from anymla.ops._gluon_ptx import (
     red_global_add_v4_f32_if,
     st_global_v4_f32_if,
 )
-from anymla.ops.attention.gluon_sm90_prefill_backward_shared import DIM
+from anymla.ops.attention.gluon_sm90_prefill_backward_shared import CHANNELS, DIM
 
 # Ways to handle the addends to rows: leave them out, sum them by reductions in L2, or store a row
 # for each column of a query.
 NOTHING = gl.constexpr(0)
 REDUCTIONS = gl.constexpr(1)
 COLUMNS = gl.constexpr(2)
-ADDED = gl.constexpr(32)  # channels of the rows that are added to at a time
 
 
 @gluon.constexpr_function
@@ -37,23 +36,8 @@ def sectors_layout(rows, channels):
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, channels])
 
 
-# Layout of [64, 32] of which an instruction of a warp takes whole lines of 128 bytes.
-LINES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [4, 0]],
-        [[0, 8], [0, 4], [1, 0], [2, 0], [0, 16]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 32],
-    )
-)
-
-
 @gluon.jit
-def add_to_rows(
-    x, drows, slots, first, column, channel, ROWS: gl.constexpr, CHANNELS: gl.constexpr,
-    SEGMENT: gl.constexpr,
-):  # fmt: skip
+def add_to_rows(x, drows, slots, first, column, channel, ROWS: gl.constexpr):
     """Add [64, CHANNELS] to the channels from ``channel`` on of 64 rows.
 
     Args:
@@ -64,12 +48,8 @@ def add_to_rows(
         column: the block's first column; nothing is stored for negative ones.
         channel: number of the first channel that is added to.
         ROWS: REDUCTIONS or COLUMNS.
-        CHANNELS: channels of the block.
-        SEGMENT: bytes of a row that an instruction of a warp takes.
     """
     x = gl.convert_layout(x, sectors_layout(64, CHANNELS))
-    if SEGMENT == 128:
-        x = gl.convert_layout(x, LINES)
     even, odd = gl.split(gl.reshape(x, [64, CHANNELS // 2, 2]))
     a, c = gl.split(gl.reshape(even, [64, CHANNELS // 4, 2]))
     b, d = gl.split(gl.reshape(odd, [64, CHANNELS // 4, 2]))

@@ -17,8 +17,6 @@ from anymla.ops.attention.prefill_backward_config import (
     PARTS_BYTES,
     WINDOW_HEADS,
     WINDOW_ROWS,
-    GluonBackwardConfig,
-    choose_gluon_config,
 )
 from anymla.ops.attention.prefill_config import HEADS
 from anymla.ops.attention.triton_prefill_backward import sum_parts_kernel, window_users_kernel
@@ -29,7 +27,7 @@ from anymla.ops.attention.triton_prefill_backward_launch import (
 )
 
 _TOKENS = 1024  # looked at together by window_users_kernel
-_WINDOW_REGISTERS = 216  # per thread of a consumer of the windows' kernel
+_REGISTERS = 232  # per thread of a consumer; the producer gets the rest of 168 * 3
 _SUM_ROWS = 4  # of a program that sums parts
 
 
@@ -64,13 +62,12 @@ def prefill_attention_backward(
     lists = None if lists is None else lists.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     scale = channels**-0.5 if scale is None else scale
-    config = choose_gluon_config()
     kind = NOTHING if gradients == "queries" else COLUMNS if deterministic else REDUCTIONS
     delta, total = denominators(dout, out, lse, sink, delta, dsink)
     if kind is COLUMNS:
         _add_windows(
             drows, dout, q, rows, ranges, total, delta, lse, dlse,
-            window=window, scale=scale, config=config,
+            window=window, scale=scale,
         )  # fmt: skip
     step = tokens
     if kind is COLUMNS:
@@ -84,9 +81,8 @@ def prefill_attention_backward(
             target = drows.new_empty(count, heads // HEADS, width, channels)
         some = None if lists is None else lists[chunk]
         launch = _backward(
-            (count, heads, window, width, len(rows)), scale, given, kind.value,
-            config, q.device,
-        )  # fmt: skip
+            (count, heads, window, width, len(rows)), scale, given, kind.value, q.device
+        )
         launch(
             dq[chunk] if gradients != "rows" else q, target, dout[chunk], q[chunk], rows,
             ranges[chunk], ranges if some is None else some, total[chunk], delta[chunk],
@@ -110,7 +106,6 @@ def _add_windows(
     *,
     window: int,
     scale: float,
-    config: GluonBackwardConfig,
 ) -> None:
     """Add to the rows what windows add to them, in the order of tokens."""
     (tokens, heads, channels), size, device = q.shape, len(rows), q.device
@@ -120,7 +115,7 @@ def _add_windows(
     users = torch.empty((tiles, 2), dtype=torch.int32, device=device)
     parts = torch.empty((count, size, channels), dtype=torch.float32, device=device)
     _users(tiles, tokens, window)(users, ranges)
-    _windows(tiles, count, scale, window, size, heads, dlse is not None, config)(
+    _windows(tiles, count, scale, window, size, heads, dlse is not None)(
         parts, users, dout, q, rows, ranges, total, delta, lse, lse if dlse is None else dlse
     )
     _sums(size, count, channels)(drows, parts, users)
@@ -142,12 +137,10 @@ def _windows(
     size: int,
     heads: int,
     dlse: bool,
-    config: GluonBackwardConfig,
 ) -> PreparedLaunch:
     return PreparedLaunch(
         window_backward_kernel, (tiles, count), scale, window, size, heads,
-        DLSE=dlse, CHANNELS=config.channels, CONSUMER_REGISTERS=_WINDOW_REGISTERS,
-        num_warps=4,
+        DLSE=dlse, CONSUMER_REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
@@ -165,7 +158,6 @@ def _backward(
     scale: float,
     given: tuple[bool, bool, bool],
     kind: int,
-    config: GluonBackwardConfig,
     device: torch.device,
 ) -> PreparedLaunch:
     """Prepare a launch.
@@ -175,7 +167,6 @@ def _backward(
         scale: factor of the scores.
         given: True each for lists, a gradient of lse, and a wanted gradient of the queries.
         kind: NOTHING, REDUCTIONS or COLUMNS.
-        config: launch parameters of the kernel.
         device: device of the launch.
     """
     tokens, heads, window, width, rows = sizes
@@ -195,9 +186,6 @@ def _backward(
         DLSE=dlse,
         QUERIES=queries,
         ROWS=kind,
-        CHANNELS=config.channels,
-        SEGMENT=config.segment,
-        CONSUMER_REGISTERS=config.consumer_registers,
-        REDUCER_REGISTERS=config.reducer_registers,
+        CONSUMER_REGISTERS=_REGISTERS,
         num_warps=4,
     )

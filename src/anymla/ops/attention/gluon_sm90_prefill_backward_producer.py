@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anymla.ops.attention.gluon_sm90_prefill_backward_shared import (
     BLOCK,
+    CHANNELS,
     DIM,
     HEADS,
-    SLOTS,
     counts_of,
 )
 
@@ -44,7 +44,7 @@ def _slots(i, start0, count0, start1, count1, blocks0, listed, r, size, LISTED: 
 
 
 @gluon.jit
-def copy_channels(to, first: gl.constexpr, p, there, CHANNELS: gl.constexpr, BLOCKS: gl.constexpr):
+def copy_channels(to, first: gl.constexpr, p, there, BLOCKS: gl.constexpr):
     """Start copies of 64 rows' blocks of channels to ``to``, from its index ``first`` on, a group.
 
     ``p`` points to the first channels [64, CHANNELS] of the rows, which are zeros if not ``there``.
@@ -86,7 +86,6 @@ def producer(
     shared,
     HEAD_BLOCKS: gl.constexpr,
     LISTED: gl.constexpr,
-    CHANNELS: gl.constexpr,
 ):
     """Run the producer warpgroup."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -113,19 +112,15 @@ def producer(
             p = gl.expand_dims(kv + gl.maximum(slot, 0).to(gl.int64) * DIM, 1) + c
             for half in gl.static_range(2):
                 mbarrier.wait(shared.rows_empty.index(half), (done & 1) ^ 1)
-                copy_channels(
-                    shared.rows, half * HALF, p + half * HALF * CHANNELS, there, CHANNELS, HALF
-                )
-            shared.slots.index(done % SLOTS).store(slot)
+                copy_channels(shared.rows, half * HALF, p + half * HALF * CHANNELS, there, HALF)
+            shared.slots.index(done % 2).store(slot)
             if i == 0:
                 mbarrier.wait(shared.pairs_empty, (number & 1) ^ 1)
                 for half in gl.static_range(2):
                     for w in gl.static_range(2):
                         p = pair_lines(q, dout, tile.to(gl.int64) * HEADS + w * 32, r)
                         p = gl.expand_dims(p, 1) + c + half * HALF * CHANNELS
-                        copy_channels(
-                            shared.pairs, (2 * w + half) * HALF, p, c >= 0, CHANNELS, HALF
-                        )
+                        copy_channels(shared.pairs, (2 * w + half) * HALF, p, c >= 0, HALF)
                 finish_copies(shared.rows_full.index(0), 5)
                 finish_copies(shared.rows_full.index(1), 4)
                 finish_copies(shared.pairs_full.index(0), 2)

@@ -11,9 +11,7 @@ from anymla.ops._gluon import aggregate, view
 HEADS = gl.constexpr(64)  # of a CTA
 BLOCK = gl.constexpr(64)  # rows that a CTA takes at a time
 DIM = gl.constexpr(512)
-# Row numbers of so many blocks are kept: the reducer may still read them when its last products
-# have released the weights, and a buffer of rows is filled ahead.
-SLOTS = gl.constexpr(4)
+CHANNELS = gl.constexpr(128)  # of a block in shared memory
 
 
 @aggregate
@@ -28,14 +26,14 @@ class Shared:
         weights: scaled ds and p of the consumers' heads, [2, 64, 64]: lines as in ``pairs``, and
             a column for each row.
         ds: scaled ds of the consumers' heads, [2, 32, 64], which is [64, 64] in order of heads.
-        slots: int32 [SLOTS, 64], row numbers of a block, or -1.
+        slots: int32 [2, 64], row numbers of a block, or -1.
         pairs_full: mbarriers of loaded halves of the channels of ``pairs``.
         pairs_empty: mbarrier of released ``pairs``.
         rows_full: mbarriers of loaded halves of the channels of ``rows``; with the first half,
             ``slots`` are stored.
         rows_empty: mbarriers of released halves of ``rows``.
         weights_full: mbarrier of ``weights`` and ``ds`` that both consumers have stored.
-        weights_empty: mbarrier of ``weights`` and ``ds`` that reducer and consumers have read.
+        weights_empty: mbarrier of ``weights`` and ``ds`` that both consumers have read.
     """
 
     pairs: object
@@ -62,8 +60,8 @@ class Shared:
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, CHANNELS: gl.constexpr):
-    """Allocate shared memory for blocks of CHANNELS channels, and initialise its mbarriers."""
+def allocate(DTYPE: gl.constexpr):
+    """Allocate shared memory, and initialise its mbarriers."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ONE: gl.constexpr = mbarrier.MBarrierLayout()
@@ -72,7 +70,7 @@ def allocate(DTYPE: gl.constexpr, CHANNELS: gl.constexpr):
     rows = gl.allocate_shared_memory(DTYPE, [BLOCKS, BLOCK, CHANNELS], TILE)
     weights = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK], TILE)
     ds = gl.allocate_shared_memory(DTYPE, [2, 32, BLOCK], TILE)
-    slots = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK], FLAT)
+    slots = gl.allocate_shared_memory(gl.int32, [2, BLOCK], FLAT)
     pairs_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
     pairs_empty = gl.allocate_shared_memory(gl.int64, [1], ONE)
     rows_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
@@ -83,9 +81,9 @@ def allocate(DTYPE: gl.constexpr, CHANNELS: gl.constexpr):
         mbarrier.init(pairs_full.index(i), count=1)
         mbarrier.init(rows_full.index(i), count=1)
         mbarrier.init(rows_empty.index(i), count=1)
-    mbarrier.init(pairs_empty, count=1)
+    mbarrier.init(pairs_empty, count=2)
     mbarrier.init(weights_full, count=2)
-    mbarrier.init(weights_empty, count=3)
+    mbarrier.init(weights_empty, count=2)
     return Shared(
         pairs, rows, weights, ds, slots,
         pairs_full, pairs_empty, rows_full, rows_empty, weights_full, weights_empty,

@@ -28,7 +28,7 @@ from anymla.ops.attention.gluon_sm90_prefill_backward_producer import (
     finish_copies,
     pair_lines,
 )
-from anymla.ops.attention.gluon_sm90_prefill_backward_shared import BLOCK, DIM
+from anymla.ops.attention.gluon_sm90_prefill_backward_shared import BLOCK, CHANNELS, DIM
 from anymla.ops.attention.gluon_sm90_prefill_backward_weights import (
     Given,
     heads_like,
@@ -76,7 +76,7 @@ class _Shared:
 
 
 @gluon.jit
-def _allocate(DTYPE: gl.constexpr, CHANNELS: gl.constexpr):
+def _allocate(DTYPE: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ONE: gl.constexpr = mbarrier.MBarrierLayout()
     rows = gl.allocate_shared_memory(DTYPE, [DIM // CHANNELS, BLOCK, CHANNELS], TILE)
@@ -106,7 +106,7 @@ def _tokens_of(users):
 
 
 @gluon.jit
-def _producer(dout, q, kv, users, size, heads, shared, CHANNELS: gl.constexpr):
+def _producer(dout, q, kv, users, size, heads, shared):
     """Run the producer warpgroup: the rows, then q and dout of two tokens after two."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BLOCKS: gl.constexpr = DIM // CHANNELS
@@ -117,7 +117,7 @@ def _producer(dout, q, kv, users, size, heads, shared, CHANNELS: gl.constexpr):
     row = gl.program_id(0) * BLOCK + r
     there = gl.expand_dims(row < size, 1)
     p = gl.expand_dims(kv + gl.minimum(row, size - 1).to(gl.int64) * DIM, 1) + c
-    copy_channels(shared.rows, 0, p, there, CHANNELS, BLOCKS)
+    copy_channels(shared.rows, 0, p, there, BLOCKS)
     finish_copies(shared.rows_full, 0)
     step = 0
     for token in range(first, last, 2):
@@ -126,14 +126,14 @@ def _producer(dout, q, kv, users, size, heads, shared, CHANNELS: gl.constexpr):
             at = gl.minimum(token + w, last - 1).to(gl.int64) * heads + head
             p = gl.expand_dims(pair_lines(q, dout, at, r), 1) + c
             mbarrier.wait(shared.pairs_empty.index(w), (step & 1) ^ 1)
-            copy_channels(shared.pairs, w * BLOCKS, p, c >= 0, CHANNELS, BLOCKS)
+            copy_channels(shared.pairs, w * BLOCKS, p, c >= 0, BLOCKS)
         finish_copies(shared.pairs_full.index(0), 1)
         finish_copies(shared.pairs_full.index(1), 0)
         step += 1
 
 
 @gluon.jit
-def _products(shared, w: gl.constexpr, zero, SL: gl.constexpr, CHANNELS: gl.constexpr):
+def _products(shared, w: gl.constexpr, zero, SL: gl.constexpr):
     """Multiply q and dout of consumer ``w``'s token with the rows, [64, 64]."""
     BLOCKS: gl.constexpr = DIM // CHANNELS
     acc = gl.zeros([64, BLOCK], gl.float32, SL)
@@ -145,7 +145,7 @@ def _products(shared, w: gl.constexpr, zero, SL: gl.constexpr, CHANNELS: gl.cons
 
 
 @gluon.jit
-def _add(sums, shared, w: gl.constexpr, zero, token: gl.constexpr, CHANNELS: gl.constexpr):
+def _add(sums, shared, w: gl.constexpr, zero, token: gl.constexpr):
     """Start adding what one of the two tokens adds to the rows."""
     BLOCKS: gl.constexpr = DIM // CHANNELS
     HALF: gl.constexpr = BLOCKS // 2
@@ -169,7 +169,7 @@ def _waited(sums, OUTSTANDING: gl.constexpr):
 @gluon.jit
 def _consume(
     parts, users, ranges, given, scale, most, size, heads, shared,
-    w: gl.constexpr, DLSE: gl.constexpr, CHANNELS: gl.constexpr,
+    w: gl.constexpr, DLSE: gl.constexpr,
 ):  # fmt: skip
     """Run consumer ``w``; the other arguments are those of ``window_backward_kernel``."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -197,7 +197,7 @@ def _consume(
         phase = step & 1
         zero = opaque(0)
         mbarrier.wait(shared.pairs_full.index(w), phase)
-        acc = _products(shared, w, zero, SL, CHANNELS)
+        acc = _products(shared, w, zero, SL)
         p, ds = weights_of(acc, scale, of_total, of_delta, of_lse, of_dlse, DLSE)
         named = (row >= start) & (row - start < count)
         ds, p = gl.where(named, ds, 0.0), gl.where(named, p, 0.0)
@@ -206,8 +206,8 @@ def _consume(
         fence_async_shared()
         mbarrier.arrive(shared.weights_full, count=1)
         mbarrier.wait(shared.weights_full, phase)
-        sums = _add(sums, shared, w, zero, 0, CHANNELS)
-        sums = _add(sums, shared, w, zero, 1, CHANNELS)
+        sums = _add(sums, shared, w, zero, 0)
+        sums = _add(sums, shared, w, zero, 1)
         sums = _waited(sums, HALF)
         mbarrier.arrive(shared.pairs_empty.index(0), count=1)
         sums = _waited(sums, 0)
@@ -228,22 +228,22 @@ def _consume(
 @gluon.jit
 def _consumer0(
     parts, users, ranges, given, scale, most, size, heads, shared,
-    DLSE: gl.constexpr, CHANNELS: gl.constexpr,
+    DLSE: gl.constexpr,
 ):  # fmt: skip
     _consume(
         parts, users, ranges, given, scale, most, size, heads, shared,
-        0, DLSE, CHANNELS,
+        0, DLSE,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer1(
     parts, users, ranges, given, scale, most, size, heads, shared,
-    DLSE: gl.constexpr, CHANNELS: gl.constexpr,
+    DLSE: gl.constexpr,
 ):  # fmt: skip
     _consume(
         parts, users, ranges, given, scale, most, size, heads, shared,
-        1, DLSE, CHANNELS,
+        1, DLSE,
     )  # fmt: skip
 
 
@@ -264,7 +264,6 @@ def window_backward_kernel(
     size,
     heads,
     DLSE: gl.constexpr,
-    CHANNELS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """Sum what the rows of windows get from 32 heads.
@@ -287,26 +286,25 @@ def window_backward_kernel(
         size: number of rows N.
         heads: number of heads H.
         DLSE: True if lse has a gradient.
-        CHANNELS: channels of a product's block, 64 or 128.
         CONSUMER_REGISTERS: registers per thread of each consumer; the producer gets the rest.
     """
     given = Given(total, delta, lse, dlse)
-    shared = _allocate(q.dtype.element_ty, CHANNELS)
+    shared = _allocate(q.dtype.element_ty)
     gl.warp_specialize(
         [
-            (_producer, (dout, q, kv, users, size, heads, shared, CHANNELS)),
+            (_producer, (dout, q, kv, users, size, heads, shared)),
             (
                 _consumer0,
                 (
                     parts, users, ranges, given, scale, most, size, heads, shared,
-                    DLSE, CHANNELS,
+                    DLSE,
                 ),
             ),
             (
                 _consumer1,
                 (
                     parts, users, ranges, given, scale, most, size, heads, shared,
-                    DLSE, CHANNELS,
+                    DLSE,
                 ),
             ),
         ],

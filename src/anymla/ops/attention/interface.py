@@ -494,5 +494,4 @@ prefill_attention_backward.register_lazy(
     "gluon_sm90",
     f"{_FAMILY}.gluon_sm90_prefill_backward_launch",
     supports=gluon_backward_support,
-    automatic=False,  # until it has been measured
 )

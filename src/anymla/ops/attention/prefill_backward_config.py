@@ -42,23 +42,6 @@ class BackwardConfig:
     window_rows: int = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class GluonBackwardConfig:
-    """Launch parameters of the Hopper gradients.
-
-    Attributes:
-        channels: channels of a block in shared memory, 64 or 128.
-        consumer_registers: registers per thread of each consumer.
-        reducer_registers: registers per thread of the reducer; the producer gets the rest of 512.
-        segment: bytes of a row that an instruction of a warp of the reducer takes, 64 or 128.
-    """
-
-    channels: int = 64
-    consumer_registers: int = 200
-    reducer_registers: int = 72
-    segment: int = 128
-
-
 def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardConfig:
     """Choose the tile for heads, a dtype and a target.
 
@@ -86,11 +69,6 @@ def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardCon
     if target.backend == "hip" and not target.narrow:
         return BackwardConfig(_fitting(heads, 32), 16, 4)
     return BackwardConfig(_LEAST_HEADS, 16, 8)
-
-
-def choose_gluon_config() -> GluonBackwardConfig:
-    """Choose the launch parameters of the Hopper gradients."""
-    return GluonBackwardConfig()
 
 
 def _fitting(heads: int, most: int) -> int:
