@@ -8,7 +8,7 @@ import torch
 
 from anymla import LLM
 from anymla.runtime.request import Request
-from anymla.testing.graft import graft_dspark, markov_tables
+from anymla.testing.graft import graft_dspark, graft_passing_layer, markov_tables
 
 TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny"
 PROMPT, NEW = 200, 40
@@ -43,6 +43,28 @@ def test_text_is_the_models_and_some_guesses_are_right(grafted) -> None:
 def test_a_grafted_checkpoint_is_refused(grafted) -> None:
     with pytest.raises(ValueError, match="has a DSpark drafter"):
         graft_dspark(grafted, [1, 2])
+
+
+def test_a_passing_layer_changes_no_text(tmp_path) -> None:
+    """The text's log-probabilities are those of the checkpoint, with one layer more."""
+    place = tmp_path / "checkpoint"
+    shutil.copytree(TINY / "checkpoint", place)
+    graft_passing_layer(place, 2)
+    scores = []
+    for each in (TINY / "checkpoint", place):
+        llm = LLM(each, dtype="fp32", device="cpu", threads=1, drafts="off")
+        text = (TINY / "persuasion.txt").read_text("utf-8")
+        tokens = llm.tokenizer.encode(text)[:PROMPT]
+        request = Request("text", tuple(tokens), max_new_tokens=0, prompt_logprobs=True)
+        (done,) = llm.engine([request]).run([request])
+        scores.append(torch.tensor(done.prompt_logprobs[1:]))
+    assert llm.config.backbone_ratios == (0, 4, 128, 128, 4)
+    torch.testing.assert_close(*scores, rtol=0, atol=5e-3)
+
+
+def test_a_layer_that_chooses_by_token_id_is_not_copied() -> None:
+    with pytest.raises(ValueError, match="no layer 0 that chooses experts by score"):
+        graft_passing_layer(TINY / "checkpoint", 0)
 
 
 def test_tables_hold_the_pairs_of_a_text() -> None:
