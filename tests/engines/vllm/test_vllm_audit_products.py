@@ -27,3 +27,9 @@ def test_products_are_judged_where_their_weights_can_be_read(tmp_path: Path) -> 
         "linear"
     }
     assert {name for name, (_, alarms) in answer["bias left out"].items() if alarms} == {"router"}
+
+
+def test_a_product_with_an_adapter_is_not_judged_by_its_weight(tmp_path: Path) -> None:
+    """Beside LoRA vLLM puts a layer around each; its weight is that of the layer inside."""
+    answer = look_up("adapters.py", tmp_path, "off")
+    assert answer == {"seen": [128, 256], "plain": True, "with an adapter": False}

@@ -80,5 +80,6 @@ class Linears(Method):
             yield mixture.gate, "mixed", "logits"
             if shared is not None:
                 yield shared.gate_up_proj, "mixed", "gate_up"
-                if shared.down_proj.tp_size == 1 or not shared.down_proj.reduce_results:
-                    yield shared.down_proj, "inner", "shared"
+                down = shared.down_proj
+                if down.tp_size == 1 or not getattr(down, "reduce_results", True):
+                    yield down, "inner", "shared"

@@ -24,8 +24,11 @@ def block_of_outputs(numbers: random.Random, outputs: int) -> slice:
 def is_readable(module: Any, inputs: int) -> bool:
     """Return True if a linear layer's weight lies as in a checkpoint, not as some kernel wants.
 
-    On ROCm, FP8 weights may be shuffled for AITER's kernels, under the same shape.
+    On ROCm, FP8 weights may be shuffled for AITER's kernels, under the same shape. A layer of
+    vLLM's around another one (LoRA) adds an adapter's product, which is not in the weight.
     """
+    if hasattr(module, "base_layer"):
+        return False
     weight, scale = getattr(module, "weight", None), getattr(module, "weight_scale_inv", None)
     if weight is None or weight.ndim != 2 or weight.shape[1] != inputs:
         return False
