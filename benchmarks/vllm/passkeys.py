@@ -45,9 +45,9 @@ MEETING = "ANYMLA_BENCH_MEETING"  # folder where ranks wait for each other
 def fitted(out: Path, gpus: int, drafter: str, *, pipeline: bool = False) -> Path:
     """The checkpoint, padded to what vLLM takes and to what so many GPUs share out.
 
-    DSpark's drafter is put on it: random stages, and the pairs of tokens of the text. Each rank of
-    a pipeline gets layers of ratio 4 and 128, without which vLLM finds no caches for it. What is
-    there already is taken.
+    DSpark's drafter is put on it: random stages, and the pairs of tokens of the text. Each of two
+    ranks of a pipeline gets layers of ratio 4 and 128, and as many as the other, without which vLLM
+    finds no caches for it. What is there already is taken.
     """
     if out.exists():
         return out
@@ -58,6 +58,7 @@ def fitted(out: Path, gpus: int, drafter: str, *, pipeline: bool = False) -> Pat
     widen(TINY / "checkpoint", out, sizes, plain=not ON_GPU)
     if pipeline:
         graft_passing_layer(out, config["compress_ratios"].index(128))
+        graft_passing_layer(out, config["num_hidden_layers"])
     if drafter == "dspark":
         graft_dspark(out, Tokenizer.from_dir(out).encode(TEXT.read_text("utf-8")))
     return out
@@ -65,6 +66,8 @@ def fitted(out: Path, gpus: int, drafter: str, *, pipeline: bool = False) -> Pat
 
 def captured(asked: argparse.Namespace) -> list[int]:
     """Tokens of steps that are graphs: 1, 2 or 4 requests, with drafts or without, and blocks."""
+    if asked.capture:
+        return sorted(asked.capture)
     widths = {1, 2, asked.drafts + 1} | ({asked.drafts} if asked.drafter == "dspark" else set())
     return sorted({width * requests for width in widths for requests in (1, 2, 4)} - {0})
 
@@ -82,7 +85,7 @@ def scored(checkpoint: Path, token_ids: Sequence[int]) -> list[float]:
 
 
 def adapter(out: Path, checkpoint: Path, rank: int = 8) -> Path:
-    """A random adapter of the first projection of every attention layer."""
+    """A random adapter of the queries of every attention layer."""
     from safetensors.torch import save_file
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -96,7 +99,8 @@ def adapter(out: Path, checkpoint: Path, rank: int = 8) -> Path:
             up = torch.randn((outputs, rank), generator=numbers) * 0.05
             tensors |= {f"{where}.lora_A.weight": down, f"{where}.lora_B.weight": up}
     out.mkdir(exist_ok=True)
-    save_file({name: each.bfloat16() for name, each in tensors.items()}, out / "adapter_model.safetensors")
+    kept = {name: each.bfloat16() for name, each in tensors.items()}
+    save_file(kept, out / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
     settings |= {"target_modules": list(sizes), "task_type": "CAUSAL_LM"}
     (out / "adapter_config.json").write_text(json.dumps(settings))
@@ -152,10 +156,11 @@ class Served:
         if asked.connector:
             options["kv_transfer_config"] = json.loads(asked.connector)
         self.lora: Any = None
-        if asked.lora:
+        if asked.lora is not None:
             from vllm.lora.request import LoRARequest
 
             options |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+            options["lora_target_modules"] = asked.lora or None
             place = adapter(checkpoint.with_name(f"adapter-{os.getpid()}"), checkpoint)
             self.lora = LoRARequest("adapter", 1, str(place))
         self.llm = Engine(
@@ -268,7 +273,7 @@ def main() -> None:
     parser.add_argument("--connector", default="", help="vLLM's kv_transfer_config, JSON")
     parser.add_argument("--role", choices=("prefill", "decode"), help="of two engines")
     parser.add_argument("--meet", type=Path, help="folder where the two engines meet")
-    parser.add_argument("--lora", action="store_true", help="with a random adapter")
+    parser.add_argument("--lora", nargs="*", help="an adapter; names of layers, or none for all")
     parser.add_argument("--checkpoint", type=Path, help="keep the padded checkpoint, or take it")
     parser.add_argument("--logprobs", type=Path, help="file for the text's log-probabilities")
     parser.add_argument("--drafts", type=int, default=0, help="tokens")
@@ -276,6 +281,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode")
+    parser.add_argument("--capture", type=int, nargs="*", help="tokens of steps that are graphs")
     parser.add_argument("--memory", type=float, default=0.3, help="share of the device")
     parser.add_argument("--cache-gib", type=int, default=2)
     parser.add_argument("--sleep", action="store_true")

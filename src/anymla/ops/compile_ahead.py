@@ -30,7 +30,7 @@ def compiled_together(
     most others in Triton's cache later. No process waits for another.
 
     Args:
-        threads: number of compilations at a time; None for one per core.
+        threads: number of compilations at a time; None for one per core that the process may use.
         rank: index of this process among those that launch the same kernels.
         ranks: number of processes that launch the same kernels.
 
@@ -47,12 +47,18 @@ def compiled_together(
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool, _in_turn(pool, rank, ranks):
+    with ThreadPoolExecutor(threads or _cores()) as pool, _in_turn(pool, rank, ranks):
         jit.JITFunction.run = only_compile
         try:
             yield True
         finally:
             jit.JITFunction.run = run
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class _Later(Future[Any]):
