@@ -138,6 +138,10 @@ class Served:
         text: that passkeys are hidden in.
         token_ids: the beginning of it.
         exact: log-probabilities of these but the first, by anymla in float32.
+        logprobs: file for vLLM's of the same tokens, or None.
+        transfers: what a connector said of each prompt that was asked last.
+        external: tokens so far whose caches came from a connector.
+        lora: request for the adapter, or None.
     """
 
     def __init__(self, asked: argparse.Namespace, checkpoint: Path) -> None:
@@ -185,6 +189,7 @@ class Served:
         self.exact = scored(checkpoint, self.token_ids)
         self.logprobs: Path | None = asked.logprobs
         self.transfers: list[Any] = []
+        self.external = 0
 
     def ask(
         self, hidden: Sequence[Hidden], transfers: Sequence[Any] = (), new_tokens: int = ANSWER
@@ -206,12 +211,19 @@ class Served:
         outputs = self.llm.generate(prompts, asked, use_tqdm=False, lora_request=self.lora)
         self.transfers = [out.kv_transfer_params for out in outputs]
         said = [self.model.tokenizer.decode(list(out.outputs[0].token_ids)) for out in outputs]
+        before, self.external = self.external, self.from_connectors()
         return {
             "found": sum(each.digits in text for each, text in zip(hidden, said, strict=True)),
             "of": len(hidden),
             "cached_tokens": sum(out.num_cached_tokens or 0 for out in outputs),
+            "tokens_of_connectors": self.external - before,
             "said": said,
         }
+
+    def from_connectors(self) -> int:
+        """Tokens so far whose caches came from a connector."""
+        name = "vllm:external_prefix_cache_hits"
+        return round(sum(m.value for m in self.llm.get_metrics() if m.name == name))
 
     def score(self) -> dict[str, Any]:
         """Log-probabilities of the text beside anymla's in float32."""
