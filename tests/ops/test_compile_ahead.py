@@ -1,13 +1,14 @@
 """Processes that launch the same kernels share out their compiling."""
 
 import inspect
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from anymla.ops.compile_ahead import _in_turn
+from anymla.ops.compile_ahead import _cores, _in_turn
 
 pytest.importorskip("triton")
 KEYS = tuple(f"kernel {n}" for n in range(40))
@@ -74,3 +75,15 @@ def test_a_kernel_that_does_not_compile_is_raised() -> None:
             _in_turn(pool, rank, 2) as mode,
         ):
             submit(mode, "kernel", fails, lambda _: None)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_cores_are_those_that_the_process_may_use() -> None:
+    """A server that shares a machine compiles on its own cores."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert _cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert _cores() == len(allowed)
