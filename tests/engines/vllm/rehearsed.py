@@ -52,6 +52,7 @@ class Worker:
             "bytes": shared,
             "said": [str(call.args[0]) for call in logged.call_args_list],
             "left_out": _left_out(warm_up),
+            "registered": _registered(warm_up, self.vllm_config),
         }
 
     def _caches(self, model: Any) -> list[Any]:
@@ -65,6 +66,18 @@ class Worker:
                 if layer.indexer is not None:
                     caches.append(layer.indexer.k_cache.kv_cache)
         return [cache for cache in caches if cache is not None and cache.numel()]
+
+
+def _registered(warm_up: Any, config: Any) -> list[str]:
+    """What vLLM compiles at the start of a server on a GPU."""
+    import torch
+    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+
+    registry = JitWarmupRegistry(config)
+    model = SimpleNamespace(parameters=lambda: iter([torch.empty(0, device="meta")]))
+    with registry.activate(), mock.patch.object(warm_up, "Rehearsal"):
+        warm_up.register(model, config)
+    return [type(kernel).__name__ for kernel in registry._registrations]
 
 
 def _left_out(warm_up: Any) -> list[float]:

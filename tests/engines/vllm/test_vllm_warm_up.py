@@ -51,3 +51,8 @@ def test_a_server_starts_without_its_rehearsal(found: dict[str, Any]) -> None:
 
 def test_products_that_vllm_is_not_to_warm_up_are_zero(found: dict[str, Any]) -> None:
     assert found["left_out"] == [0, 0]
+
+
+def test_kernels_of_vllms_metadata_are_compiled_at_the_start(found: dict[str, Any]) -> None:
+    """One runs for every power of two of prefills; vLLM's attention would have registered it."""
+    assert found["registered"] == ["_Warmup", "ComputePrefillMetadataKernel"]

@@ -249,6 +249,7 @@ _SEAMS: dict[str, tuple[Seam, ...]] = {
         ),
         seam(f"{_WINDOW}:DeepseekV4SWACache", attributes="prefix kv_cache"),
         seam(f"{_WINDOW}:DeepseekSparseSWABackend"),
+        seam(f"{_WINDOW}:_COMPUTE_PREFILL_METADATA_KERNEL"),
         seam(
             f"{_WINDOW}:DeepseekSparseSWAMetadataBuilder.build_tile_scheduler",
             "num_decode_tokens",

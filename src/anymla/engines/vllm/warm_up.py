@@ -32,6 +32,7 @@ from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKernel
 from vllm.utils import deep_gemm
+from vllm.v1.attention.backends.mla import sparse_swa
 
 from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.prefill import Chunk, StepPlans
@@ -54,9 +55,14 @@ _RESULT_OF = {"_fp8_gemm_nt_impl": 2, "_fp8_einsum_impl": 3}
 
 
 def register(model: nn.Module, vllm_config: Any) -> None:
-    """Register rehearsed steps with vLLM's own compilation at start-up, if it compiles."""
+    """Register rehearsed steps with vLLM's own compilation at start-up, if it compiles.
+
+    vLLM's metadata of windows stay, and compile a kernel for each power of two of prefills. Its
+    attention would have registered them, had it been built.
+    """
     if next(model.parameters()).device.type != "cpu":
         JitWarmupRegistry.register(_Warmup(model, vllm_config))
+        sparse_swa._COMPUTE_PREFILL_METADATA_KERNEL.register_warmup()
 
 
 class _Warmup(VllmJitKernel[int]):
