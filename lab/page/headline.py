@@ -47,6 +47,7 @@ def _layers_of(model: str) -> Callable[[Row], bool]:
 _FAMILIES: dict[str, Callable[[Row], bool]] = {
     "Decode attention, one query": _part("decode attention beside FlashMLA", rows=1),
     "Decode attention, two queries": _part("decode attention beside FlashMLA", rows=2),
+    "Decode, random shapes": _part("decode attention of random shapes beside FlashMLA"),
     "Prefill attention": _part("attention during prefill|flash_mla_sparse_fwd"),
     "Prefill from FP8 pages": _part("prefill from FP8 pages to .*"),
     "Index selection": _part("indexer"),

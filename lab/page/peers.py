@@ -32,8 +32,11 @@ def others_of(row: Row) -> dict[str, float]:
 
 
 def peer_table(rows: Sequence[Row]) -> Table:
-    """Tabulate each shape beside each library; a device is named unless it is most rows' own."""
-    used = [row for row in rows if own_us(row) is not None and peer_us(row)]
+    """Tabulate each shape beside each library; a device is named unless it is most rows' own.
+
+    Random shapes are left out: ``lab.ratios`` sums them up.
+    """
+    used = [row for row in rows if own_us(row) is not None and peer_us(row) and "draw" not in row]
     devices = Counter(device_of(row) for row in used).most_common(1)
     body = []
     for row in used:
