@@ -112,7 +112,7 @@ def main() -> None:
             file.write(json.dumps({"part": "start", "case": case} | found | common) + "\n")
 
     at_start = served.compiled()
-    row("start", {"seconds": served.started, "compiled": at_start["compiled"]})
+    row("start", {"started_s": round(served.started, 1), "compiled": at_start["compiled"]})
     first = [served.first_token(1, 1024, seed) for seed in range(3)]
     row("first tokens, 1 x 1,024", {"ms": first} | served.compiled())
     if asked.seconds:
