@@ -39,7 +39,7 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny"
 TEXT = TINY / "persuasion.txt"
 DEPTHS = (0.1, 0.5, 0.9)
 ON_GPU = torch.cuda.is_available()
-MEETING = "ANYMLA_BENCH_MEETING"  # folder where ranks wait for each other
+MEETING = "PASSKEYS_MEETING"  # folder where ranks wait for each other
 
 
 def fitted(out: Path, gpus: int, drafter: str, *, pipeline: bool = False) -> Path:
