@@ -171,7 +171,7 @@ def measured(
         chosen = choose_config(shape.heads, torch.bfloat16, target_of(device))
         named: list[dict[str, Any]] = [{}, {"deterministic": True}, {"gradients": "queries"}]
         ways = [(chosen, more) for more in named]
-        if alone and supports_gluon(call):
+        if alone and gluon_backward_support(call.dout, call.q, call.rows):
             ways += [(chosen, {"backend": "gluon_sm90", **more}) for more in named]
         if not alone:
             ways += [(tile, {}) for tile in tiles(chosen) if tile != chosen]
@@ -199,11 +199,6 @@ def measured(
             }  # fmt: skip
         del call, want
         clock.release()
-
-
-def supports_gluon(call: Call) -> bool:
-    """Return whether Hopper's own kernels take a call."""
-    return bool(gluon_backward_support(call.dout, call.q, call.rows))
 
 
 def _beside(clock: Any, run: Callable[[], Any], want: tuple[torch.Tensor, ...]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def judgement(build: Build, target: Target) -> Judgement:
 
         # Beside addresses of rows, those of shared memory are kept outside of registers. Blocks of
         # 64 channels spill none, and are 3 % slower.
-        spills = 80 if build.constants["ROWS"] == COLUMNS.value else 40
+        spills = 66 if build.constants["ROWS"] == COLUMNS.value else 34
         return Judgement(matrix=True, spills=spills)
     if build.name not in ("backward_kernel", "window_rows_kernel"):
         return Judgement()

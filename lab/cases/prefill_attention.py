@@ -410,18 +410,13 @@ LISTED = tuple(
     for heads, width in ((64, 640), (64, 2048), (128, 1152), (128, 2048))
 )
 # A shape of each kind: nine layers, and three lists of random rows.
-KINDS = (
-    PrefillCase("window", 4096, 64, 32768),
-    PrefillCase("window", 4096, 128, 32768),
-    PrefillCase("selected", 4096, 16, 32768, 512),
-    PrefillCase("selected", 4096, 64, 32768, 512),
-    PrefillCase("selected", 4096, 128, 32768, 1024),
-    PrefillCase("selected", 4096, 64, 32768, 2048),
-    PrefillCase("scattered", 4096, 64, 131072, 512),
-    PrefillCase("all", 4096, 64, 32768),
-    PrefillCase("all", 4096, 128, 32768),
+KINDS = tuple(
+    case
+    for case in SHAPES
+    if (case.tokens, case.context) in ((4096, 32768), (4096, 131072))
+    and (case.heads > 16 or case.kind == "selected")
 )
-LISTED_KINDS = tuple(ListedRows(4096, *each) for each in ((64, 640), (128, 1152), (128, 2048)))
+LISTED_KINDS = tuple(rows for rows in LISTED if rows != ListedRows(4096, 64, 2048))
 
 
 def listed_cases(chosen: Iterable[ListedRows], backend: str, peers: Peers) -> Iterator[Case]:

@@ -64,14 +64,13 @@ def prefill_attention_backward(
     scale = channels**-0.5 if scale is None else scale
     kind = NOTHING if gradients == "queries" else COLUMNS if deterministic else REDUCTIONS
     delta, total = denominators(dout, out, lse, sink, delta, dsink)
+    step = tokens
     if kind is COLUMNS:
+        step = max(1, PARTS_BYTES // max(heads // HEADS * width * channels * 4, 1))
         _add_windows(
             drows, dout, q, rows, ranges, total, delta, lse, dlse,
             window=window, scale=scale,
         )  # fmt: skip
-    step = tokens
-    if kind is COLUMNS:
-        step = max(1, PARTS_BYTES // max(heads // HEADS * width * channels * 4, 1))
     given = lists is not None, dlse is not None, gradients != "rows"
     for start in range(0, tokens, step):
         chunk = slice(start, start + step)

@@ -218,11 +218,10 @@ def _consume(
     c = gl.expand_dims(gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, OL)), 0)
     r += gl.program_id(0) * BLOCK
     to = parts + (gl.program_id(1).to(gl.int64) * size + r) * DIM + c
-    # Rows that no window reaches are left as they are.
-    reached = gl.load(users + gl.program_id(0) * 2) < gl.load(users + gl.program_id(0) * 2 + 1)
     for j in gl.static_range(HALF):
         x = gl.convert_layout(sums[j], OL)
-        gl.store(to + (w * HALF + j) * CHANNELS, x, mask=(r < size) & (c >= 0) & reached)
+        # Rows that no window reaches are left as they are.
+        gl.store(to + (w * HALF + j) * CHANNELS, x, mask=(r < size) & (c >= 0) & (first < last))
 
 
 @gluon.jit
