@@ -84,10 +84,12 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
             for shape in (sized(tokens, count) for tokens in step_tokens(sized, count)):
                 if choose_sm90_config(shape, formats.quant_block) is not None:
                     yield _label(shape, formats), functools.partial(_experts, shape, formats)
-        # Every block size, with all experts on one device.
-        for shape in (sized(tokens) for sized in (flash, pro) for tokens in (1024, 2048, 4096)):
-            call = functools.partial(_experts, shape, _V4, "gluon_sm90")
-            yield _label(shape, _V4) + ", W4A8", call
+        # Every block size of W4A8, with all experts on one device.
+        many = itertools.product((flash, pro, v41), (512, 1024, 2048, 4096))
+        for shape in (sized(tokens) for sized, tokens in many):
+            formats = _V41 if sized is v41 else _V4
+            call = functools.partial(_experts, shape, formats)
+            yield _label(shape, formats) + ", W4A8", call
         yield from _experts_calls(None)
         yield from _v41_calls(None)
         yield from _channels_calls(None)
@@ -235,9 +237,13 @@ def judgement(build: Build, target: Target) -> Judgement:
     constants = build.constants
     if build.name == "grouped_gemm_kernel":
         return Judgement("e4m3")
+    if build.name == "w4a8_sums_kernel":
+        return Judgement("e4m3")
     if build.name == "w4a8_gemm_kernel":
-        # Triton 3.7.1 spills in one build; 3.6, with which it was timed, does not.
-        return Judgement("e4m3", spills=4 if constants["N"] == 128 else 0)
+        # Triton 3.7.1 spills in two builds, one of which has one round of its loop; 3.6, with which
+        # they were timed, does not.
+        one_round = constants["N"] == 64 and constants["K"] == 512
+        return Judgement("e4m3", spills=4 if constants["N"] == 128 else 22 * one_round)
     if build.name == "logits_kernel":
         # sm_80 lacks a few registers outside of loops.
         return Judgement(build.types["x"] == build.types["gate"] != "*fp32", spills=8)

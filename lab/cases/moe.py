@@ -152,7 +152,7 @@ def _w4a8(block_m: int, x: Tensor, ids: Tensor, weights: Tensor, **given: Any) -
     experts_of = importlib.import_module("anymla.ops.moe.triton_launch")
 
     def multiply(inputs: ExpertInputs, results: Tensor) -> None:
-        config = choose_w4a8_config(inputs.shape, block_m)
+        config = choose_w4a8_config(inputs.shape, inputs.quant_block, block_m)
         assert config is not None
         launch.grouped_gemm(inputs, results, config)
 

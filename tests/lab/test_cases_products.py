@@ -87,7 +87,7 @@ def test_experts_in_blocks_that_are_named(monkeypatch, scripted):
     def run_experts(choose, x, ids, weights, **given):
         multiply, alignments = choose()
         seen.append((alignments, given))
-        multiply(types.SimpleNamespace(shape=ExpertsShape(5, 2, 6, 512, 512)), x)
+        multiply(types.SimpleNamespace(shape=ExpertsShape(5, 2, 6, 512, 512), quant_block=128), x)
         return x
 
     launch = types.SimpleNamespace(

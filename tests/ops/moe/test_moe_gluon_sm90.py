@@ -46,8 +46,8 @@ def plan(ids, columns, experts=E):
 
 
 def launched(x, x_scales, weights, made, tensors, out, columns, config_, stages=None):
-    """One product by a kernel of ``config_``: CTAs, rows, channels, IN_FLIGHT, QUANT."""
-    ctas, rows, channels, in_flight, quant = config_
+    """One product by a kernel of ``config_``: CTAs, rows, channels, QUANT."""
+    ctas, rows, channels, quant = config_
     order, table, most = made
     matrices = [each for tensor in tensors for each in (tensor, tensor.stride(0), None)]
     up = len(tensors) == 4
@@ -57,7 +57,7 @@ def launched(x, x_scales, weights, made, tensors, out, columns, config_, stages=
         *([] if up else [None] * 6), out, most, LIMIT, K=width, OUT=out.shape[1],
         PER_TOKEN=K if up else 1, M=rows, N=columns, CHUNK=channels,
         STAGES=stages or width // channels - 1, UP=up, W_UNIT=1, WARPS=rows // 16, CTAS_PER_SM=1,
-        BATCH=2, IN_FLIGHT=in_flight, QUANT=quant, PDL=True, num_warps=rows // 16,
+        BATCH=2, QUANT=quant, PDL=True, num_warps=rows // 16,
     )  # fmt: skip
 
 
@@ -92,8 +92,8 @@ def both(x, ids, weights, matrices, columns, up, down, quant=128, down_stages=No
 @pytest.mark.parametrize(
     ("tokens", "columns", "up", "down"),
     [
-        (1, 8, (3, 64, 256, 4), (2, 128, 256, 0)),
-        (11, 16, (4, 128, 256, 0), (3, 64, 256, 4)),
+        (1, 8, (3, 64, 256), (2, 128, 256)),
+        (11, 16, (4, 128, 256), (3, 64, 256)),
     ],
 )
 @pytest.mark.parametrize("quant", [128, 32])
@@ -116,20 +116,20 @@ def test_grouped_gemms(tokens, columns, up, down, quant):
 
 @pytest.mark.parametrize(
     ("down", "stages"),
-    [((2, 64, 256, 4), 2), ((3, 64, 256, 4), 5), ((2, 64, 512, 4), 3), ((50, 64, 512, 4), 2)],
+    [((2, 64, 256), 2), ((3, 64, 256), 5), ((2, 64, 512), 3), ((50, 64, 512), 2)],
 )
 def test_a_ring_of_more_stages_than_a_tile_has(down, stages):
     """A rank's channels of an expert: w2 has few stages a tile, or one."""
     x, weights = torch.randn(9, D).bfloat16(), torch.rand(9, K)
     ids = torch.rand(9, E).argsort(1)[:, :K].int()
-    up = (3, 64, 256, 4)
+    up = (3, 64, 256)
     got, want = both(x, ids, weights, random_matrices(), 8, up, down, down_stages=stages)
     assert_close(got, want, atol=ulps(torch.bfloat16, 4))
 
 
 def test_one_token_is_a_row_of_two():
     # Rows of an instruction's result do not meet, and each token's sums are in the same order.
-    matrices, columns, tiles = random_matrices(), 8, ((3, 64, 256, 4), (2, 128, 256, 0))
+    matrices, columns, tiles = random_matrices(), 8, ((3, 64, 256), (2, 128, 256))
     x, weights = torch.randn(2, D).bfloat16(), torch.rand(2, K)
     ids = torch.tensor([[2, E + 1], [-1, 2]], dtype=torch.int32)
     together, _ = both(x, ids, weights, matrices, columns, *tiles)

@@ -53,7 +53,6 @@ class Sm90Config:
         block_k: channels of a pipeline stage.
         stages: number of stages of the ring.
         ctas_per_sm: number of CTAs resident on an SM at a time.
-        in_flight: number of products in flight while earlier ones are added up.
         quantize_batch: K blocks (128 channels) of a row of w2's input that are loaded at once.
     """
 
@@ -62,7 +61,6 @@ class Sm90Config:
     block_k: int
     stages: int
     ctas_per_sm: int
-    in_flight: int
     quantize_batch: int = 1
 
 
@@ -72,42 +70,36 @@ class Sm90Config:
 # 512 channels (384 experts; 1, 8, 32 and 128 tokens: 54, 255, 782 and 1,710 us; with three CTAs of
 # 256 channels 66, 273, 824 and 1,792 us; Triton 64, 399, 1,184 and 2,557 us).
 _SM90_CONFIGS = (
-    # Measured with 1, 2 and 8 tokens of both, and with 128 tokens and 256 experts.
+    # Measured with 1, 2 and 8 tokens of both, and with 128 tokens and 256 experts. 4 pairs an expert
+    # of V4-Pro's 48 take 440 us, with blocks of 16 534; 6 pairs an expert of V4-Flash's 256 take
+    # 993, with W4A8 923.
     (
-        3,
+        5,
         (
-            Sm90Config(8, 64, 512, 2, 3, 4),
-            Sm90Config(8, 64, 512, 4, 2, 4),
-            Sm90Config(8, 64, 256, 4, 3, 4),
-            Sm90Config(8, 64, 256, 8, 2, 4),
+            Sm90Config(8, 64, 512, 2, 3),
+            Sm90Config(8, 64, 512, 4, 2),
+            Sm90Config(8, 64, 256, 4, 3),
+            Sm90Config(8, 64, 256, 8, 2),
         ),
-        (Sm90Config(8, 64, 512, 3, 3, 4, 8), Sm90Config(8, 64, 256, 3, 4, 4, 8)),
+        (Sm90Config(8, 64, 512, 3, 3, 8), Sm90Config(8, 64, 256, 3, 4, 8)),
     ),
-    # Measured with 32 tokens. V4-Pro's configs only fit with one CTA of 128 rows; alone they are
-    # 3 % slower than Triton's, but a layer is 3 to 6 % faster, since Triton's do not use PDL. Times
-    # in us of blocks of 16, blocks of 32, and Triton. V4-Flash, 256 experts: 12 pairs an expert
-    # 1,194, 1,528, 1,328; 18 pairs 1,720, 1,520, 1,812. 32 experts: 12 pairs 158, 201, 178; 18
-    # pairs 231, 205, 262. V4-Pro, 48 experts: 16 pairs 759, none, 911.
+    # What W4A8 does not take: experts that do not lie evenly, or sizes of half a stage. V4-Pro's
+    # configs only fit with one CTA of 128 rows; alone they are 3 % slower than Triton's, but a layer
+    # is 3 to 6 % faster, since Triton's do not use PDL.
     (
         16,
         (
-            Sm90Config(16, 64, 512, 2, 2, 4),
-            Sm90Config(16, 64, 256, 4, 2, 4),
-            Sm90Config(16, 128, 512, 4, 1, 4),
-            Sm90Config(16, 128, 256, 8, 1, 4),
+            Sm90Config(16, 64, 512, 2, 2),
+            Sm90Config(16, 64, 256, 4, 2),
+            Sm90Config(16, 128, 512, 4, 1),
+            Sm90Config(16, 128, 256, 8, 1),
         ),
         (
-            Sm90Config(16, 64, 512, 3, 2, 4, 4),
-            Sm90Config(16, 64, 256, 3, 3, 4, 4),
-            Sm90Config(16, 128, 512, 3, 1, 4, 4),
-            Sm90Config(16, 128, 256, 6, 1, 4, 4),
+            Sm90Config(16, 64, 512, 3, 2, 4),
+            Sm90Config(16, 64, 256, 3, 3, 4),
+            Sm90Config(16, 128, 512, 3, 1, 4),
+            Sm90Config(16, 128, 256, 6, 1, 4),
         ),
-    ),
-    # Measured with V4-Flash and 128 tokens.
-    (
-        26,
-        (Sm90Config(32, 128, 512, 2, 1, 0), Sm90Config(32, 128, 256, 4, 1, 0)),
-        (Sm90Config(32, 128, 512, 3, 1, 0, 2), Sm90Config(32, 128, 256, 6, 1, 0, 2)),
     ),
 )
 # Largest number of pairs an expert for activations with a scale for every 32 channels, whose sums
@@ -162,7 +154,7 @@ class W4A8Config:
     """Block size and pipelines of the W4A8 grouped GEMMs.
 
     Attributes:
-        block_m: number of pairs in a block, 32, 64 or 128.
+        block_m: number of pairs in a block, 16, 32, 64 or 128.
         gate_up_stages: number of stages in the ring of w1 and w3.
         down_stages: number of stages in the ring of w2.
         consumer_registers: registers of a thread of the second consumer warpgroup.
@@ -175,33 +167,53 @@ class W4A8Config:
     consumer_registers: int
     producer_registers: int
 
+    @property
+    def scaled_sums(self) -> bool:
+        """True if scales are multiplied with sums of 32 channels, False if with codes."""
+        return self.block_m in _SCALED_SUMS
+
 
 # Pairs an expert above which W4A8 is chosen; then block sizes with the most pairs an expert for
-# each, since larger blocks would be more than half empty. Measured on an H100 with 6 to 192 pairs
-# an expert: benchmarks/results/experts_blocks_h100.jsonl, docs/performance/experts.md.
-_W4A8_PAIRS_AN_EXPERT = 11
-_W4A8_BLOCKS = ((26, 32), (48, 64), (float("inf"), 128))
-_MAX_W4A8_STAGES = 8
+# each, since larger blocks would be more than half empty. Measured on an H200 with V4-Flash and
+# V4-Pro: docs/performance/experts.md. Blocks of 48 and 128 pairs and more on an H100:
+# benchmarks/results/experts_blocks_h100.jsonl.
+_W4A8_PAIRS_AN_EXPERT = 5
+_W4A8_BLOCKS = ((13, 16), (26, 32), (48, 64), (float("inf"), 128))
+_SCALED_SUMS = (16, 32)
+# Stages are 256 channels where sums are scaled, otherwise 128.
+_MOST_W4A8_STAGES = {16: 6, 32: 6, 64: 8, 128: 8}
 # Registers of a consumer's and of any other thread, by block size, as needed without spilling. Two
 # consumer warpgroups and one warpgroup of the others have 504 a thread together.
-_W4A8_REGISTERS = {32: (208, 88), 64: (208, 88), 128: (216, 72)}
+_W4A8_REGISTERS = {16: (216, 72), 32: (216, 72), 64: (208, 88), 128: (216, 72)}
 
 
-def _w4a8_stages(block_m: int, width: int) -> int:
-    """Return how many stages fit beside two tiles' scales and the epilogue's scratch."""
-    stage = 128 * 64 + block_m * (128 + 4)
-    rest = 2 * (width // 128) * 512 + 8192 + 2048
-    return min(_MAX_W4A8_STAGES, (_SHARED - rest) // stage)
+def _w4a8_stages(block_m: int, width: int, quant_block: int) -> int:
+    """Return how many stages fit beside the barriers and the epilogue's scratch."""
+    if block_m in _SCALED_SUMS:
+        stage = 128 * 128 + block_m * (256 + 4 * 256 // quant_block) + 2 * 128 * 16
+        rest = 8192 + 2048
+    else:
+        # Two tiles' scales are kept besides.
+        stage = 128 * 64 + block_m * (128 + 4)
+        rest = 2 * (width // 128) * 512 + 8192 + 2048
+    return min(_MOST_W4A8_STAGES[block_m], (_SHARED - rest) // stage)
 
 
-def choose_w4a8_config(shape: ExpertsShape, block_m: int = 0) -> W4A8Config | None:
+def choose_w4a8_config(
+    shape: ExpertsShape, quant_block: int = FP8_BLOCK, block_m: int = 0
+) -> W4A8Config | None:
     """Return the W4A8 config for many pairs an expert, or for ``block_m``; None if none suits."""
-    if shape.inner % 512 or shape.d % 512:
-        return None
     blocks = (block for most, block in _W4A8_BLOCKS if shape.pairs <= most * shape.experts)
     block_m = block_m or next(blocks)
-    stages = _w4a8_stages(block_m, shape.d), _w4a8_stages(block_m, shape.inner)
-    return W4A8Config(block_m, *stages, *_W4A8_REGISTERS[block_m]) if min(stages) >= 3 else None
+    whole = 256 if block_m in _SCALED_SUMS else 512
+    if shape.inner % whole or shape.d % whole:
+        return None
+    if quant_block != FP8_BLOCK and block_m not in _SCALED_SUMS:
+        return None
+    stages = [_w4a8_stages(block_m, width, quant_block) for width in (shape.d, shape.inner)]
+    if min(stages) < 3:
+        return None
+    return W4A8Config(block_m, stages[0], stages[1], *_W4A8_REGISTERS[block_m])
 
 
 def takes_w4a8(
@@ -211,12 +223,12 @@ def takes_w4a8(
 
     Args:
         shape: sizes of the call.
-        quant_block: number of channels that share an activation's scale; W4A8 takes 128.
+        quant_block: number of channels that share an activation's scale.
         projections: tensors of w1, w3, w2, s1, s3 and s2. TMA steps from expert to expert, so they
             must lie at even distances, at multiples of 16 bytes.
     """
     many = shape.pairs > _W4A8_PAIRS_AN_EXPERT * shape.experts
-    if not many or quant_block != FP8_BLOCK or choose_w4a8_config(shape) is None:
+    if not many or choose_w4a8_config(shape, quant_block) is None:
         return False
     return all(lie_evenly(*expected_addresses(each), each[0].shape[-1]) for each in projections)
 

@@ -109,16 +109,16 @@ def _issue_wgmma(words, x, number, ACC: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _wait_and_scale(
-    parts, factor, x_factor, k_block, ACC: gl.constexpr, IN_FLIGHT: gl.constexpr,
+    parts, factor, x_factor, k_block, ACC: gl.constexpr, PENDING: gl.constexpr,
     QUANT: gl.constexpr,
 ):  # fmt: skip
     """Wait for four products and add them with factors [M, 4] and the activations' factors.
 
-    IN_FLIGHT later products may still be in flight.
+    PENDING later products may still be in flight.
     """
     p0, p1, p2, p3 = parts
     f0, f1, f2, f3 = _split4(factor)
-    p0, p1, p2, p3 = warpgroup_mma_wait(IN_FLIGHT, deps=[p0, p1, p2, p3])
+    p0, p1, p2, p3 = warpgroup_mma_wait(PENDING, deps=[p0, p1, p2, p3])
     if QUANT == 128:
         total = p0 * _as_column(f0, ACC) + p1 * _as_column(f1, ACC)
         total = total + p2 * _as_column(f2, ACC) + p3 * _as_column(f3, ACC)
@@ -333,7 +333,7 @@ def grouped_gemm_kernel(
     K: gl.constexpr, OUT: gl.constexpr, PER_TOKEN: gl.constexpr, M: gl.constexpr,
     N: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, UP: gl.constexpr,
     W_UNIT: gl.constexpr, WARPS: gl.constexpr, CTAS_PER_SM: gl.constexpr, BATCH: gl.constexpr,
-    IN_FLIGHT: gl.constexpr, QUANT: gl.constexpr, PDL: gl.constexpr,
+    QUANT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute one grouped GEMM: w1 and w3 with SwiGLU (UP), or w2.
 
@@ -347,8 +347,7 @@ def grouped_gemm_kernel(
 
     A tile has M rows, with UP half of them w1's, and N pairs; a stage CHUNK channels, 256 or 512,
     STAGES of which are loaded ahead. A CTA has WARPS warps of 16 rows, and CTAS_PER_SM of them
-    share an SM. BATCH K blocks of a row of w2's input are quantised at once, and IN_FLIGHT
-    products, 4 or 0, are in flight while earlier ones are added up.
+    share an SM. BATCH K blocks of a row of w2's input are quantised at once.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 32])
     C: gl.constexpr = CHUNK // 8
@@ -484,31 +483,19 @@ def grouped_gemm_kernel(
             r0, r1 = _split2(words)
             f0, f1 = _split2(factor)
             p0 = _issue_wgmma(r0, x_s, number, ACC, N)
-            if IN_FLIGHT == 0:
-                sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, 0, QUANT)
             p1 = _issue_wgmma(r1, x_s, number + 4, ACC, N)
-            if IN_FLIGHT != 0:
-                sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, IN_FLIGHT, QUANT)
+            sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, 4, QUANT)
             sums += _wait_and_scale(p1, f1, x_factor, k_block + 1, ACC, 0, QUANT)
         else:
             r0, r1, r2, r3 = _split4(words)
             f0, f1, f2, f3 = _split4(factor)
             p0 = _issue_wgmma(r0, x_s, number, ACC, N)
-            if IN_FLIGHT == 0:
-                sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, 0, QUANT)
             p1 = _issue_wgmma(r1, x_s, number + 4, ACC, N)
-            if IN_FLIGHT != 0:
-                sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, IN_FLIGHT, QUANT)
-            else:
-                sums += _wait_and_scale(p1, f1, x_factor, k_block + 1, ACC, 0, QUANT)
+            sums += _wait_and_scale(p0, f0, x_factor, k_block, ACC, 4, QUANT)
             p2 = _issue_wgmma(r2, x_s, number + 8, ACC, N)
-            if IN_FLIGHT != 0:
-                sums += _wait_and_scale(p1, f1, x_factor, k_block + 1, ACC, IN_FLIGHT, QUANT)
-            else:
-                sums += _wait_and_scale(p2, f2, x_factor, k_block + 2, ACC, 0, QUANT)
+            sums += _wait_and_scale(p1, f1, x_factor, k_block + 1, ACC, 4, QUANT)
             p3 = _issue_wgmma(r3, x_s, number + 12, ACC, N)
-            if IN_FLIGHT != 0:
-                sums += _wait_and_scale(p2, f2, x_factor, k_block + 2, ACC, IN_FLIGHT, QUANT)
+            sums += _wait_and_scale(p2, f2, x_factor, k_block + 2, ACC, 4, QUANT)
             sums += _wait_and_scale(p3, f3, x_factor, k_block + 3, ACC, 0, QUANT)
         if more:
             if UP and (load_tile == first) | (load_tile % TILES == 0):

@@ -100,6 +100,5 @@ def _options(config: Sm90Config, unit: int) -> dict[str, Any]:
         "WARPS": config.block_n // 16,
         "CTAS_PER_SM": config.ctas_per_sm,
         "BATCH": config.quantize_batch,
-        "IN_FLIGHT": config.in_flight,
         "num_warps": config.block_n // 16,
     }

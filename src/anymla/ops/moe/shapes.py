@@ -94,7 +94,7 @@ ROUTER_TOKENS = (1, 16, 17, 512, 513, 4096)
 # Largest number of pairs of each config that groups them, and most pairs an expert of each GEMM
 # config.
 _PAIRS = (16, 32, 64, 128, 256, 512)
-_PAIRS_PER_EXPERT = (3, 11, 12, 16, 26, 32, 48)
+_PAIRS_PER_EXPERT = (3, 5, 12, 13, 16, 26, 32, 48)
 
 
 def step_tokens(sized: Callable[..., ExpertsShape], experts: int) -> list[int]:

@@ -5,9 +5,11 @@
 
 The scales of a block are contiguous, because TMA starts at multiples of 16 bytes.
 
-Of 128 channels, instruction j takes eight of every 32: channel 32 t + 8 j + 2 b + h becomes its
-operand 16 h + 4 t + b. So each of the four threads of a row has 16 adjacent bytes of packed codes,
-all with one scale.
+A thread of four that hold a row of a matrix instruction decodes eight channels at a time, of which
+the instruction's operand 16 h + 4 t + b is number 2 b + h of thread t. Where scales are multiplied
+into codes, a thread has 16 adjacent bytes, which have one scale: of 128 channels instruction j
+takes 32 t + 8 j + 2 b + h. Where sums are scaled (``by_group``), an instruction has one scale and
+takes 32 j + 8 t + 2 b + h.
 """
 
 from __future__ import annotations
@@ -80,10 +82,15 @@ def quantize_pairs_kernel(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     QUANT_BLOCKS: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
     FLOOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise QUANT_BLOCKS of ROWS rows of a block of pairs; PER_TOKEN is 0 for sorted rows."""
+    """Quantise QUANT_BLOCKS of ROWS rows of a block of pairs; PER_TOKEN is 0 for sorted rows.
+
+    WIDTH channels of the 128 of a block share a scale.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -104,40 +111,58 @@ def quantize_pairs_kernel(
         channel = tl.arange(0, 128)
         at = (source * K + of_row * 128)[:, None] + channel[None, :]
         value = tl.load(x + at, inside[:, None], other=0.0).to(tl.float32)
+        COUNT: tl.constexpr = ROWS * QUANT_BLOCKS
+        PARTS: tl.constexpr = 128 // WIDTH
+        value = tl.reshape(value, (COUNT * PARTS, WIDTH))
         encoded, scale = quantize_blocks(value, FLOOR, True)
-        encoded = tl.reshape(encoded, (ROWS * QUANT_BLOCKS, 4, 4, 4, 2))
-        encoded = tl.permute(encoded, (0, 2, 4, 1, 3))
-        encoded = tl.reshape(encoded, (ROWS * QUANT_BLOCKS, 128))
+        encoded = tl.reshape(encoded, (COUNT, 4, 4, 4, 2))
+        if BY_GROUP:
+            encoded = tl.permute(encoded, (0, 1, 4, 2, 3))
+        else:
+            encoded = tl.permute(encoded, (0, 2, 4, 1, 3))
+        encoded = tl.reshape(encoded, (COUNT, 128))
         to = (row * K + of_row * 128)[:, None] + channel[None, :]
         tl.store(codes + to, encoded, inside[:, None])
-        to = (block * (K // 128) + of_row).to(tl.int64) * BLOCK_M + line
-        tl.store(scales + to, scale, inside)
+        part = tl.arange(0, PARTS)[None, :]
+        to = ((block * (K // 128) + of_row).to(tl.int64)[:, None] * PARTS + part) * BLOCK_M
+        tl.store(scales + to + line[:, None], tl.reshape(scale, (COUNT, PARTS)), inside[:, None])
 
 
 def quantize_pairs(
-    x: Tensor, pairs: int, aligned: AlignedPairs, block_m: int, per_token: int
+    x: Tensor,
+    pairs: int,
+    aligned: AlignedPairs,
+    block_m: int,
+    per_token: int,
+    *,
+    by_group: bool = False,
+    quant_block: int = FP8_BLOCK,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise contiguous x to e4m3 operands [pairs, K] and scales [blocks * K / 128, block_m].
+    """Quantise contiguous x to e4m3 operands and scales [blocks * K / quant_block, block_m].
 
     Args:
         x: rows of tokens, or of sorted pairs if ``per_token`` is 0.
-        pairs: number of all pairs, including those without an expert here.
+        pairs: number of all pairs, including those without an expert here; of operands [pairs, K].
         aligned: grouped pairs from ``align_closely``.
         block_m: number of pairs in a block.
         per_token: number of pairs of a token, or 0.
+        by_group: True if an instruction takes 32 adjacent channels.
+        quant_block: number of channels that share a scale, 128 or 32.
     """
     width = x.shape[1]
     codes = scratch((pairs, width), torch.uint8, x.device)
-    scales = scratch((aligned.count * (width // FP8_BLOCK), block_m), torch.float32, x.device)
-    launch = _quantization(width, aligned.count, block_m, per_token, x.device)
+    scales = scratch((aligned.count * (width // quant_block), block_m), torch.float32, x.device)
+    sizes = width, aligned.count, block_m, per_token
+    launch = _quantization(sizes, by_group, quant_block, x.device)
     launch(x, aligned.sorted_pairs, aligned.blocks, codes, scales)
     return codes, scales
 
 
 @functools.lru_cache(LAUNCHES)
 def _quantization(
-    width: int, count: int, block_m: int, per_token: int, device: torch.device
+    sizes: tuple[int, int, int, int], by_group: bool, quant_block: int, device: torch.device
 ) -> PreparedLaunch:
+    width, count, block_m, per_token = sizes
     return PreparedLaunch(
         quantize_pairs_kernel,
         (count * (block_m // _ROWS), cdiv(width // FP8_BLOCK, _QUANT_BLOCKS)),
@@ -147,6 +172,8 @@ def _quantization(
         BLOCK_M=block_m,
         ROWS=_ROWS,
         QUANT_BLOCKS=_QUANT_BLOCKS,
+        BY_GROUP=by_group,
+        WIDTH=quant_block,
         FLOOR=ACTIVATION_AMAX_FLOOR,
         **pdl_launch(device),
     )
