@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -44,12 +45,20 @@ class Worker:
         broken = mock.patch.object(warm_up.Rehearsal, "run", side_effect=AttributeError("moved"))
         with broken, mock.patch.object(warm_up._LOG, "exception") as logged:
             warmup.compile(0)
+            warmup.rehearsal.config = SimpleNamespace(
+                parallel_config=SimpleNamespace(world_size=1, world_size_across_dp=2)
+            )
+            stops = contextlib.suppress(AttributeError)
+            with stops:
+                warmup.compile(0)
+                stops = None
         shared = _bytes_of_metadata(warm_up)
         same = all(map(_equal, caches, self._caches(model)))
         return {
             "calls": sorted(shapes),
             "caches_are_as_they_were": same,
             "bytes": shared,
+            "stops_beside_others": stops is not None,
             "said": [str(call.args[0]) for call in logged.call_args_list],
             "left_out": _left_out(warm_up),
             "registered": _registered(warm_up, self.vllm_config),

@@ -49,6 +49,11 @@ def test_a_server_starts_without_its_rehearsal(found: dict[str, Any]) -> None:
     assert "not rehearsed" in said
 
 
+def test_an_engine_that_others_wait_for_stops_with_its_rehearsal(found: dict[str, Any]) -> None:
+    """Data parallel ranks are engines of one worker each, and wait in the experts' exchange."""
+    assert found["stops_beside_others"]
+
+
 def test_products_that_vllm_is_not_to_warm_up_are_zero(found: dict[str, Any]) -> None:
     assert found["left_out"] == [0, 0]
 

@@ -88,7 +88,7 @@ class _Warmup(VllmJitKernel[int]):
         try:
             self.rehearsal.run()
         except Exception:  # a server that compiles at first use is better than none
-            if self.rehearsal.config.parallel_config.world_size > 1:
+            if self.rehearsal.config.parallel_config.world_size_across_dp > 1:
                 raise  # other ranks wait for this one
             _LOG.exception("anymla: steps were not rehearsed; kernels are compiled at first use")
         else:
