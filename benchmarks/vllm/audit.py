@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -44,10 +45,11 @@ class Served:
         host: seconds that the engine's thread spends before and after an audited step.
     """
 
-    def __init__(self, judges: int) -> None:
+    def __init__(self, judges: int, layers: int) -> None:
         """Build the engine, capture, put the hooks in, and capture again."""
         options = {"cudagraph_capture_sizes": [1, 8, 16], "cudagraph_mode": "FULL_DECODE_ONLY"}
         self.llm = engine(
+            layers=layers,
             compilation_config=options,
             gpu_memory_utilization=0.25,
             kv_cache_memory_bytes=4 << 30,  # nothing is profiled: engines may start beside this one
@@ -131,8 +133,12 @@ class Served:
         return start.elapsed_time(end) / times * 1e3
 
 
-def cost(served: Served) -> Iterator[dict[str, Any]]:
-    """Steps with hooks in their graphs and without; then with audited ones among them."""
+def cost(served: Served, requests: int, new: int) -> Iterator[dict[str, Any]]:
+    """Steps with hooks in their graphs and without; then with audited ones among them.
+
+    An audited step's excess is that of a run with many of them over one with none. What it is of
+    the steps at the default's period follows, which the host's spread hides in a run with few.
+    """
     for tokens in (1, 8, 16):
         times: dict[str, list[float]] = {"without": [], "with": []}
         for name in ("without", "with") * 3:
@@ -156,7 +162,7 @@ def cost(served: Served) -> Iterator[dict[str, Any]]:
             served.use(name)
             served.every(every)
             before = served.auditor.audited
-            runs[name, every].append(served.seconds(8, 1024, 400))
+            runs[name, every].append(served.seconds(requests, 1024, new))
             audited[every] += served.auditor.audited - before
             served.auditor.drain()
     middle = {kind: statistics.median(each) for kind, each in runs.items()}
@@ -165,13 +171,14 @@ def cost(served: Served) -> Iterator[dict[str, Any]]:
         extra = (middle[name, every] - middle["with", NEVER]) / max(1, audited[every] / 3)
         yield {
             "part": "cost of an audit",
-            "case": f"8 requests x 1,024 + 400 tokens, 1 in {every}",
+            "case": f"{requests} requests x 1,024 + {new} tokens, 1 in {every}",
             "seconds": runs[name, every],
             "seconds_without": runs["without", NEVER],
             "ratio": middle[name, every] / plain,
             "audited_steps": audited[every],
             "skipped": served.auditor.skipped - skipped,
             "ms_an_audited_step": extra * 1e3,
+            "at_1_in_200": extra * new / 200 / middle["with", NEVER],
             "host_ms": {
                 name: statistics.median(each) * 1e3 for name, each in served.host.items() if each
             },
@@ -346,10 +353,14 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--judges", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=8, help="whose steps' cost is measured")
+    parser.add_argument("--tokens", type=int, default=400, help="new ones of each of them")
+    parser.add_argument("--only", choices=("faults", "alarms", "cost", "rare"), nargs="*")
     asked = parser.parse_args()
     mode = os.environ.get("ANYMLA_VLLM", "auto")
     began = time.perf_counter()
-    served = Served(asked.judges)
+    served = Served(asked.judges, asked.layers)
     print(f"engine and graphs: {time.perf_counter() - began:.0f} s", flush=True)
     served.every(1)
     served.seconds(8, 1024, 8)
@@ -358,14 +369,15 @@ def main() -> None:
     if not served.auditor.tallies or served.auditor.skipped:
         raise SystemExit("the audit itself fails")
     logging.getLogger("vllm.plugins.anymla.audit").setLevel(logging.CRITICAL)
-    made = {"backend": mode} | environment(f"ANYMLA_VLLM={mode} python benchmarks/vllm/audit.py")
-    parts = (
-        captured_faults(served),
-        false_alarms(served, asked.seconds),
-        cost(served),
-        rare_fault(served, asked.seconds / 2),
-    )
-    for part in parts:
+    command = " ".join((f"ANYMLA_VLLM={mode} python benchmarks/vllm/audit.py ROWS", *sys.argv[2:]))
+    made = {"backend": mode, "layers": asked.layers} | environment(command)
+    parts = {
+        "faults": captured_faults(served),
+        "alarms": false_alarms(served, asked.seconds),
+        "cost": cost(served, asked.requests, asked.tokens),
+        "rare": rare_fault(served, asked.seconds / 2),
+    }
+    for part in (parts[name] for name in asked.only or parts):
         try:
             for row in part:
                 print(json.dumps(row)[:420], flush=True)
