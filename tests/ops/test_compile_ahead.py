@@ -25,6 +25,7 @@ def submit(
 def compiled(rank: int, ranks: int) -> tuple[list[str], dict[str, str]]:
     """The order in which a process compiles, one at a time, and what it then has."""
     order: list[str] = []
+    noted: list[str] = []
     kernels: dict[str, str] = {}
 
     def asked(mode: Any, key: str) -> Any:
@@ -35,9 +36,10 @@ def compiled(rank: int, ranks: int) -> tuple[list[str], dict[str, str]]:
             lambda code: kernels.update({key: code}),
         )
 
-    with ThreadPoolExecutor(1) as pool, _in_turn(pool, rank, ranks) as mode:
+    with ThreadPoolExecutor(1) as pool, _in_turn(pool, rank, ranks, noted.append) as mode:
         for key in KEYS:
             assert asked(mode, key) is asked(mode, key)
+    assert noted == [f"code of {key}" for key in order]
     return order, kernels
 
 
@@ -58,7 +60,7 @@ def test_each_rank_begins_with_its_own_and_has_all(ranks: int) -> None:
 @pytest.mark.parametrize("rank", range(2))
 def test_what_is_asked_for_before_its_turn_is_compiled_then(rank: int) -> None:
     order: list[str] = []
-    with ThreadPoolExecutor(1) as pool, _in_turn(pool, rank, 2) as mode:
+    with ThreadPoolExecutor(1) as pool, _in_turn(pool, rank, 2, print) as mode:
         kernel = submit(mode, "kernel", lambda: order.append("kernel") or "code", order.append)
         assert kernel.result() == "code"
         assert order[:2] == ["kernel", "code"]
@@ -72,7 +74,7 @@ def test_a_kernel_that_does_not_compile_is_raised() -> None:
         with (
             ThreadPoolExecutor(1) as pool,
             pytest.raises(RuntimeError, match="no such instruction"),
-            _in_turn(pool, rank, 2) as mode,
+            _in_turn(pool, rank, 2, print) as mode,
         ):
             submit(mode, "kernel", fails, lambda _: None)
 

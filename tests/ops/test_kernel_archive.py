@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_archive, "_this_device", lambda: None)
+    monkeypatch.setattr(kernel_archive, "this_device", lambda: None)
 
 
 def _exported(place: Path, monkeypatch: pytest.MonkeyPatch, name: str = "kernels.zip") -> Path:
@@ -166,7 +166,7 @@ def test_a_device_is_chosen_or_named(
         export_kernels(tmp_path / "x.zip", "sm_100")
     assert not list(tmp_path.iterdir())
     target = {"backend": "cuda", "arch": 80, "warp_size": 32}
-    monkeypatch.setattr(kernel_archive, "_this_device", lambda: target)
+    monkeypatch.setattr(kernel_archive, "this_device", lambda: target)
     assert export_kernels(tmp_path / "x.zip").device == "sm_80"
 
 
@@ -181,7 +181,7 @@ def test_one_message_names_every_difference(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = {"backend": "cuda", "arch": 100, "warp_size": 32}
-    monkeypatch.setattr(kernel_archive, "_this_device", lambda: target)
+    monkeypatch.setattr(kernel_archive, "this_device", lambda: target)
     version = kernel_archive._version
     monkeypatch.setattr(
         kernel_archive, "_version", lambda *names: "9.9" if "torch" in names else version(*names)

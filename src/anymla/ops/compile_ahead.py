@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import zlib
@@ -15,10 +16,26 @@ from typing import Any
 from anymla.ops.device import INTERPRETED, has_triton
 
 
+@dataclasses.dataclass
+class Compiling:
+    """Fate of the kernels that are launched in a context; true if they are compiled.
+
+    Attributes:
+        happens: True if kernels are compiled; False if they run.
+        hashes: Triton's hashes of those that are compiled, or were before, at the context's end.
+    """
+
+    happens: bool
+    hashes: set[str] = dataclasses.field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return self.happens
+
+
 @contextlib.contextmanager
 def compiled_together(
     threads: int | None = None, *, rank: int = 0, ranks: int = 1
-) -> Iterator[bool]:
+) -> Iterator[Compiling]:
     """Compile the kernels launched inside the context instead of running them.
 
     At the end of the context all of them are compiled.
@@ -35,10 +52,10 @@ def compiled_together(
         ranks: number of processes that launch the same kernels.
 
     Yields:
-        True if kernels are compiled; False if they run (without triton, or in its interpreter).
+        The kernels' fate: without triton, or in its interpreter, they run.
     """
     if not has_triton() or INTERPRETED:
-        yield False
+        yield Compiling(False)
         return
     from triton.runtime import jit
 
@@ -47,10 +64,14 @@ def compiled_together(
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    with ThreadPoolExecutor(threads or _cores()) as pool, _in_turn(pool, rank, ranks):
+    compiling = Compiling(True)
+    with (
+        ThreadPoolExecutor(threads or _cores()) as pool,
+        _in_turn(pool, rank, ranks, lambda kernel: compiling.hashes.add(kernel.hash)),
+    ):
         jit.JITFunction.run = only_compile
         try:
-            yield True
+            yield compiling
         finally:
             jit.JITFunction.run = run
 
@@ -80,8 +101,15 @@ class _Later(Future[Any]):
         return super().result(timeout)
 
 
-def _in_turn(pool: Executor, rank: int, ranks: int) -> Any:
-    """Return Triton's compile mode that uses a pool: this rank's kernels first, then the next's."""
+def _in_turn(pool: Executor, rank: int, ranks: int, noted: Callable[[Any], None]) -> Any:
+    """Return Triton's compile mode that uses a pool: this rank's kernels first, then the next's.
+
+    Args:
+        pool: threads that compile.
+        rank: index of this process.
+        ranks: number of processes that compile the same kernels.
+        noted: callback with each kernel, from any of the threads.
+    """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
     class InTurn(AsyncCompileMode):  # type: ignore[misc]
@@ -90,9 +118,14 @@ def _in_turn(pool: Executor, rank: int, ranks: int) -> Any:
             self._turn = 0
             self._later: list[tuple[int, _Later]] = []
 
-        def submit(self, key: str, *functions: Any) -> Any:
+        def submit(self, key: str, compile_kernel: Callable[[], Any], *functions: Any) -> Any:
+            def compiled() -> Any:
+                kernel = compile_kernel()
+                noted(kernel)
+                return kernel
+
             self._turn = (zlib.crc32(key.encode()) - rank) % ranks
-            return super().submit(key, *functions)
+            return super().submit(key, compiled, *functions)
 
         def _queue(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
             if not self._turn:

@@ -100,12 +100,12 @@ def export_kernels(path: Path, device: str | None = None) -> Shipped:
         ArchiveError: the cache has no kernels for the device, or there are several to choose from.
         OSError: a file cannot be read or written.
     """
-    cached = _cached_kernels(_cache_folder())
+    cached = _cached_kernels(cache_folder())
     device = device or _only_device(cached)
     chosen = {key: each for key, each in cached.items() if _device_name(each.target) == device}
     if not chosen:
         found = _listed({_device_name(each.target) for each in cached.values()}) or "no kernels"
-        raise ArchiveError(f"{_cache_folder()}: no kernels for {device}, but {found}")
+        raise ArchiveError(f"{cache_folder()}: no kernels for {device}, but {found}")
     target = next(iter(chosen.values())).target
     kernels: dict[str, Any] = {}
     nbytes = 0
@@ -121,7 +121,7 @@ def export_kernels(path: Path, device: str | None = None) -> Shipped:
         manifest = {
             "format": _FORMAT,
             "version": _VERSION,
-            "made_for": {"device": device, **_made_for(target)},
+            "made_for": {"device": device, **made_for(target)},
             "target": dict(target),
             "kernels": kernels,
         }
@@ -140,8 +140,8 @@ def import_kernels(path: Path) -> Shipped:
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:
             manifest, kernels = _checked(archive)
-            here = _this_device()
-            theirs, ours = manifest["made_for"], _made_for(manifest["target"])
+            here = this_device()
+            theirs, ours = manifest["made_for"], made_for(manifest["target"])
             ours["device"] = _device_name(here) if here else theirs.get("device", "")
             if different := _differences(theirs, ours):
                 raise ArchiveError(f"made for something else: {'; '.join(different)}")
@@ -157,7 +157,12 @@ def import_kernels(path: Path) -> Shipped:
     return Shipped(ours["device"], len(kernels), nbytes, known, here is not None)
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of Triton's cache.
+
+    Raises:
+        ArchiveError: triton is not installed.
+    """
     if not has_triton():
         raise ArchiveError("triton is not installed, so there are no kernels")
     from triton import knobs
@@ -167,34 +172,46 @@ def _cache_folder() -> Path:
 
 def _cached_kernels(folder: Path) -> dict[str, _Kernel]:
     """Return the whole kernels of a cache that this version of Triton has compiled."""
-    import triton
-
     found = {}
     for place in folder.iterdir() if folder.is_dir() else ():
-        if not _KEY.fullmatch(place.name) or place.is_symlink():
-            continue
-        for group in place.glob(f"{_GROUP}*.json"):
-            name = group.name.removeprefix(_GROUP)
-            try:
-                listed = parse_object(read_bytes(group, _MOST_FILE))["child_paths"]
-                metadata = parse_object(read_bytes(place / name, _MOST_FILE))
-                files = {each: place / each for each in listed}
-            except (OSError, Refused, KeyError, TypeError):
-                continue  # another process is writing it, or it is no kernel
-            whole = all(_NAME.fullmatch(each) and path.is_file() for each, path in files.items())
-            if whole and metadata.get("triton_version") == triton.__version__:
-                found[place.name] = _Kernel(metadata["target"], name, files)
+        if _KEY.fullmatch(place.name) and (kernel := _kernel(place)) is not None:
+            found[place.name] = kernel
     return found
 
 
+def is_whole(folder: Path, key: str) -> bool:
+    """True if a cache has the kernel in the folder of this name, compiled by this Triton."""
+    return bool(_KEY.fullmatch(key)) and _kernel(folder / key) is not None
+
+
+def _kernel(place: Path) -> _Kernel | None:
+    """Return the kernel in a folder of a cache; None unless it is whole and of this Triton."""
+    import triton
+
+    if place.is_symlink():
+        return None
+    for group in place.glob(f"{_GROUP}*.json"):
+        name = group.name.removeprefix(_GROUP)
+        try:
+            listed = parse_object(read_bytes(group, _MOST_FILE))["child_paths"]
+            metadata = parse_object(read_bytes(place / name, _MOST_FILE))
+            files = {each: place / each for each in listed}
+        except (OSError, Refused, KeyError, TypeError):
+            continue  # another process is writing it, or it is no kernel
+        whole = all(_NAME.fullmatch(each) and path.is_file() for each, path in files.items())
+        if whole and metadata.get("triton_version") == triton.__version__:
+            return _Kernel(metadata["target"], name, files)
+    return None
+
+
 def _only_device(cached: dict[str, _Kernel]) -> str:
-    here = _this_device()
+    here = this_device()
     if here is not None:
         return _device_name(here)
     devices = {_device_name(each.target) for each in cached.values()}
     if len(devices) != 1:
         found = _listed(devices) or "none at all"
-        raise ArchiveError(f"no GPU here, and {_cache_folder()} has kernels for {found}: name one")
+        raise ArchiveError(f"no GPU here, and {cache_folder()} has kernels for {found}: name one")
     return devices.pop()
 
 
@@ -202,8 +219,8 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _this_device() -> dict[str, Any] | None:
-    """Return Triton's description of this machine's device; None without one."""
+def this_device() -> dict[str, Any] | None:
+    """Return Triton's description of this machine's device, which is active; None without one."""
     from triton.runtime import driver
 
     try:
@@ -219,7 +236,7 @@ def _device_name(target: Mapping[str, Any]) -> str:
     return architecture if isinstance(architecture, str) else str(backend)
 
 
-def _made_for(target: Mapping[str, Any]) -> dict[str, str]:
+def made_for(target: Mapping[str, Any]) -> dict[str, str]:
     """Return what compiled code for a target depends on, by the names that a message gives."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget

@@ -18,7 +18,7 @@ from anymla.layers.caches import LayerCache
 from anymla.layers.spec import WINDOW_GROUP
 from anymla.layers.step import Step
 from anymla.model.transformer import Transformer
-from anymla.ops.compile_ahead import compiled_together
+from anymla.ops.compile_ahead import Compiling, compiled_together
 from anymla.runtime.bucket import Bucket, context_ceilings, request_counts
 from anymla.runtime.device_step import Batch, BatchSizes, device_step
 from anymla.runtime.dspark_step import DraftBlocks
@@ -82,7 +82,7 @@ class WarmUp:
                 self._guess(bucket.requests, bucket.max_seq_len, "torch")
                 self._choose(bucket.rows)
 
-    def _compiled(self) -> contextlib.AbstractContextManager[bool]:
+    def _compiled(self) -> contextlib.AbstractContextManager[Compiling]:
         ranks = self._model.ranks
         return compiled_together(rank=ranks.rank, ranks=ranks.size)
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import host_calls
 import pretended
@@ -59,7 +60,77 @@ def main(answer: Path) -> None:
         rehearsal.steps = steps
         rehearsal.run()
         layers = inner.start_layer, inner.end_layer, len(inner.layers)
-    answer.write_text(json.dumps({"passes": passes, "layers": layers}))
+        again = marked(rehearsal, passes)
+        others = purposes(step)
+    found = {"passes": passes[:2], "layers": layers, "again": again, "purposes": others}
+    answer.write_text(json.dumps(found))
+
+
+def marked(rehearsal: Any, passes: list[Any]) -> dict[str, Any]:
+    """Rehearse where a mark is valid on this rank, and where it is so on all."""
+    from anymla.engines.vllm import warm_up
+
+    given: list[torch.Tensor] = []
+    found = {}
+    for here, elsewhere in ((True, True), (True, False), (False, True)):
+        count = len(passes)
+
+        def agree(flag: torch.Tensor, op: Any, elsewhere: bool = elsewhere) -> None:
+            given.append(flag)
+            flag.mul_(elsewhere)
+
+        group = mock.Mock(get_world_size=lambda: 2, get_rank=lambda: 0, all_reduce=agree)
+        with (
+            mock.patch.object(warm_up.CompileMark, "is_valid", return_value=here),
+            mock.patch.object(warm_up, "distributed", group),
+            mock.patch.object(warm_up.torch, "tensor", lambda value, **_: torch.Tensor([value])),
+        ):
+            rehearsal.run()
+        found[f"{here} {elsewhere}"] = len(passes) - count
+    return found | {"asked": len(given)}
+
+
+def purposes(step: Any) -> dict[str, bool]:
+    """Changes to an engine, and whether its kernels then are another purpose."""
+    from anymla.engines.vllm.warm_up import Rehearsal
+
+    config, layer = step.config, step.model.model.layers[2]
+    scheduler, cache = config.scheduler_config, layer.attn.swa_cache_layer
+
+    def purpose() -> Any:
+        return json.dumps(Rehearsal(step.model, config).purpose())
+
+    before = purpose()
+    rows = torch.empty_strided(
+        (cache.kv_cache.shape[0] + 16, *cache.kv_cache.shape[1:]),
+        cache.kv_cache.stride(),
+        dtype=cache.kv_cache.dtype,
+        device="meta",
+    )
+    norm = layer.attn_norm.weight
+    other = type("Other", (type(layer.ffn),), {})
+    changes = {
+        "nothing": (scheduler, "max_num_seqs", MOST_REQUESTS),
+        "16 pages more": (cache, "kv_cache", rows),
+        "a page more": (cache, "kv_cache", rows[1:]),
+        "another page": (cache, "kv_cache", cache.kv_cache.transpose(0, 1)),
+        "requests": (scheduler, "max_num_seqs", 25),
+        "tokens": (scheduler, "max_num_batched_tokens", 2047),
+        "context": (config.model_config, "max_model_len", LONGEST + 1),
+        "a number of the model": (config.model_config.hf_config, "swiglu_limit", 3.0),
+        "the model's place": (config.model_config.hf_config, "_name_or_path", "elsewhere"),
+        "a weight's strides": (norm, "data", norm.data.repeat(2)[::2]),
+        "a layer's class": (layer.ffn, "__class__", other),
+        "ranks": (config.parallel_config, "enable_expert_parallel", True),
+    }
+    found = {}
+    for name, (owner, attribute, value) in changes.items():
+        kept = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        found[name] = purpose() != before
+        setattr(owner, attribute, kept)
+        assert purpose() == before, name
+    return found
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ def test_everything_is_compiled_before_anything_runs(tmp_path: Path, other: bool
     assert ran["launches"] > 3_000
     assert compiled["layers"] == ran["layers"] == 5
     assert found["layers"] == [0, 8, 8]
+    # What an earlier start has compiled is not looked up again, if all ranks say so.
+    assert found["again"] == {"True True": 1, "True False": 2, "False True": 2, "asked": 3}
+    same = {"nothing", "16 pages more", "the model's place"}
+    assert found["purposes"] == {name: name not in same for name in found["purposes"]}
+    assert len(found["purposes"]) == 12
 
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=needs_source)])

@@ -8,7 +8,9 @@ so that caches stay unchanged.
 A kernel takes 1 to 3 s to compile, and there are some 150. So the same steps first run in a form
 that executes nothing and compiles on all cores; ranks divide the kernels among them. In this form
 alone prefills run beside decodes: what is read of their parts of a step begins at any address, for
-which Triton compiles kernels again.
+which Triton compiles kernels again. A start that finds the mark of an earlier one, by which all of
+these kernels are in Triton's cache, leaves this form out: to look up each of them takes as many
+launches as to compile it.
 
 DeepGEMM compiles one kernel after the other, some ten seconds each. Its warm-up is vLLM's
 (``vLLM_DEEP_GEMM_WARMUP``): if that is off, DeepGEMM's products are left out here as well.
@@ -18,7 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -38,6 +42,7 @@ from anymla.engines.vllm.attention import AnymlaAttention
 from anymla.engines.vllm.prefill import Chunk, StepPlans
 from anymla.ops.attention.plan import decoding_pays
 from anymla.ops.compile_ahead import compiled_together
+from anymla.ops.compile_mark import CompileMark
 
 _LOG = init_logger("vllm.plugins.anymla")
 # Contexts double from here on; kernels change at most that often.
@@ -119,17 +124,64 @@ class Rehearsal:
     def run(self) -> None:
         """Compile the kernels of every kind of step on all cores, then run every kind."""
         with self._one_layer_of_each_kind():
-            if next(self.model.parameters()).device.type != "cpu":
-                start = time.perf_counter()
-                with compiled_together(**_ranks()) as only_compiled:
-                    if only_compiled:
-                        with _without_deep_gemm(), _zeros():
-                            self.steps()
-                            self.mixed_steps()
-                _LOG.info("anymla: kernels compiled in %.0f s", time.perf_counter() - start)
+            device = next(self.model.parameters()).device
+            if device.type != "cpu":
+                self._compile(device)
             left_out = envs.VLLM_DEEP_GEMM_WARMUP == "skip"
             with _without_deep_gemm() if left_out else contextlib.nullcontext():
                 self.steps()
+
+    def _compile(self, device: torch.device) -> None:
+        """Compile the kernels on all cores, unless all ranks find them compiled."""
+        start = time.perf_counter()
+        mark = CompileMark(self.purpose(), device)
+        if _all(mark.is_valid(), device):
+            _LOG.info("anymla: an earlier start compiled these kernels")
+            return
+        with compiled_together(**_ranks()) as compiling:
+            if compiling:
+                with _without_deep_gemm(), _zeros():
+                    self.steps()
+                    self.mixed_steps()
+        mark.leave(compiling.hashes)
+        _LOG.info("anymla: kernels compiled in %.0f s", time.perf_counter() - start)
+
+    def purpose(self) -> dict[str, Any]:
+        """Return what the kernels follow from, but for the machine: a start with the same has them.
+
+        Tensors' numbers of rows count by what Triton compiles for.
+        """
+        config, parallel = self.config.model_config.hf_config, self.config.parallel_config
+        named = {"_name_or_path", "transformers_version"}
+        kinds = (type(each) for each in self.model.modules())
+        methods = (type(getattr(each, "quant_method", None)) for each in self.model.modules())
+        tensors = itertools.chain(
+            self.model.named_parameters(), self.model.named_buffers(), self._caches()
+        )
+        return {
+            "name": "vLLM's steps",
+            "model": {k: v for k, v in config.to_dict().items() if k not in named},
+            "classes": _digest([f"{each.__module__}.{each.__qualname__}" for each in kinds]),
+            "methods": _digest([f"{each.__module__}.{each.__qualname__}" for each in methods]),
+            "tensors": _digest([(name, _described(each)) for name, each in tensors]),
+            "dtype": str(self.config.model_config.dtype),
+            "tokens": [self.most_tokens, self.most_decodes],
+            "contexts": self.contexts,
+            "parallel": [
+                parallel.world_size_across_dp,
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                parallel.enable_expert_parallel,
+            ],
+        }
+
+    def _caches(self) -> Iterator[tuple[str, Any]]:
+        for layer in self.layers:
+            owners = [layer, layer.swa_cache_layer, getattr(layer.compressor, "state_cache", None)]
+            if layer.indexer is not None:
+                owners += [layer.indexer.k_cache, layer.indexer.compressor.state_cache]
+            for number, owner in enumerate(owners):
+                yield f"{layer.prefix} {number}", getattr(owner, "kv_cache", None)
 
     @contextlib.contextmanager
     def _one_layer_of_each_kind(self) -> Iterator[None]:
@@ -240,6 +292,31 @@ def _ranks() -> dict[str, int]:
     if not distributed.is_initialized():
         return {}
     return {"rank": distributed.get_rank(), "ranks": distributed.get_world_size()}
+
+
+def _all(holds: bool, device: torch.device) -> bool:
+    """True if it holds on all ranks, whose layers exchange results in every form of a step."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return holds
+    flag = torch.tensor(int(holds), device=device)
+    distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
+    return bool(flag)
+
+
+def _described(tensor: Any) -> Any:
+    """Return what a launch may depend on of a tensor, but for its values and number of rows."""
+    if not isinstance(tensor, Tensor):
+        return str(type(tensor))
+    rows = tensor.shape[0] if tensor.ndim else 1
+    size, address = tensor.numel() * tensor.itemsize, 0
+    if tensor.device.type != "meta":
+        address = tensor.data_ptr() % 16
+    layout = [str(tensor.dtype), *tensor.shape[1:], tensor.stride()]
+    return [*layout, rows % 16 == 0, min(rows, 2), size.bit_length(), address]
+
+
+def _digest(words: Any) -> str:
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
 @contextlib.contextmanager
