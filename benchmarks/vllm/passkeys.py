@@ -255,7 +255,10 @@ class Served:
 
 
 def data_parallel(ranks: int, place: Path) -> int:
-    """Run this script once for each rank; return the worst exit code."""
+    """Run this script once for each rank; return the worst exit code.
+
+    Where one has stopped the others would wait for it, and are ended.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -269,6 +272,11 @@ def data_parallel(ranks: int, place: Path) -> int:
         )
         for rank in range(ranks)
     ]
+    while None in (codes := [each.poll() for each in children]) and not any(codes):
+        time.sleep(0.2)
+    for each in children:
+        if each.poll() is None:
+            each.terminate()
     return max(abs(each.wait()) for each in children)
 
 
