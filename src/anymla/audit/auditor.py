@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import gc
 import logging
 import multiprocessing.util
 import os
@@ -99,7 +100,16 @@ class Auditor:
         for thread in self._threads:
             thread.start()
         # Also runs at the end of a child of multiprocessing, where no function of atexit does.
-        multiprocessing.util.Finalize(None, self.close, exitpriority=1)
+        multiprocessing.util.Finalize(None, self._end_process, exitpriority=1)
+
+    def _end_process(self) -> None:
+        """Close, and let the interpreter end without looking for cycles.
+
+        It would do so twice among all objects, 3.4 s of an engine's 6.1 with vLLM 0.33, which kills
+        one after five. What is left is freed with the process.
+        """
+        self.close()
+        gc.freeze()
 
     def next_is_audited(self) -> bool:
         """True if the next step is audited."""
