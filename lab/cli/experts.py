@@ -34,7 +34,7 @@ _PEERS = ("marlin", "triton_kernels", "humming", "humming_token")
     "--block",
     "blocks",
     multiple=True,
-    type=click.Choice(["32", "64", "128"]),
+    type=click.Choice(["16", "32", "64", "128"]),
     help="W4A8 with blocks of so many pairs, beside what is chosen; repeatable.",
 )
 @click.option(

@@ -916,7 +916,9 @@ def test_a_hopper_runs_its_grouped_gemm(
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 2])
 @pytest.mark.parametrize("windows", [1, 4])
-@pytest.mark.parametrize(("tokens", "block_m"), [(1, 16), (39, 16), (70, 32), (130, 64), (900, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "block_m"), [(1, 16), (39, 16), (70, 32), (130, 64), (900, 128)]
+)
 def test_a_hopper_runs_w4a8(
     tokens: int, block_m: int, windows: int, offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

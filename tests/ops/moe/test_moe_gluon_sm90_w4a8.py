@@ -158,7 +158,8 @@ def exact_product(x, codes, scales):
 
 
 @pytest.mark.parametrize(
-    ("pairs", "columns"), [(1, 16), (17, 16), (31, 32), (33, 32), (63, 64), (64, 64), (65, 64), (130, 64)]
+    ("pairs", "columns"),
+    [(1, 16), (17, 16), (31, 32), (33, 32), (63, 64), (64, 64), (65, 64), (130, 64)],
 )
 def test_scales_of_any_distance_are_exact(pairs, columns):
     # Activations of few bits and rows of one group each: sums are exact in float32 as well.

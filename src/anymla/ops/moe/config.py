@@ -70,9 +70,9 @@ class Sm90Config:
 # 512 channels (384 experts; 1, 8, 32 and 128 tokens: 54, 255, 782 and 1,710 us; with three CTAs of
 # 256 channels 66, 273, 824 and 1,792 us; Triton 64, 399, 1,184 and 2,557 us).
 _SM90_CONFIGS = (
-    # Measured with 1, 2 and 8 tokens of both, and with 128 tokens and 256 experts. 4 pairs an expert
-    # of V4-Pro's 48 take 440 us, with blocks of 16 534; 6 pairs an expert of V4-Flash's 256 take
-    # 993, with W4A8 923.
+    # Measured with 1, 2 and 8 tokens of both, and with 128 tokens and 256 experts. 4 pairs an
+    # expert of V4-Pro's 48 take 440 us, with blocks of 16 534; 6 pairs an expert of V4-Flash's 256
+    # take 993, with W4A8 923.
     (
         5,
         (
@@ -84,8 +84,8 @@ _SM90_CONFIGS = (
         (Sm90Config(8, 64, 512, 3, 3, 8), Sm90Config(8, 64, 256, 3, 4, 8)),
     ),
     # What W4A8 does not take: experts that do not lie evenly, or sizes of half a stage. V4-Pro's
-    # configs only fit with one CTA of 128 rows; alone they are 3 % slower than Triton's, but a layer
-    # is 3 to 6 % faster, since Triton's do not use PDL.
+    # configs only fit with one CTA of 128 rows; alone they are 3 % slower than Triton's, but a
+    # layer is 3 to 6 % faster, since Triton's do not use PDL.
     (
         16,
         (

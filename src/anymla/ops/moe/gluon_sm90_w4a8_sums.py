@@ -98,7 +98,7 @@ def _produce(
     step = 0
     work_tile = gl.program_id(0)
     expert, tile, place, _ = _tile_of(blocks, count, work_tile, work_tiles, TILES)
-    for number in range(_tiles_of_cta(work_tiles)):
+    for _number in range(_tiles_of_cta(work_tiles)):
         scales_at = work_tile // TILES * (K // QUANT)
         row_a = expert * a_rows + tile * ROWS
         row_b = expert * b_rows + tile * ROWS + (0 if UP else 64)
@@ -153,7 +153,7 @@ def _convert_scales(
     step = 0
     work_tile = gl.program_id(0)
     expert, tile, _, _ = _tile_of(blocks, count, work_tile, work_tiles, TILES)
-    for number in range(_tiles_of_cta(work_tiles)):
+    for _number in range(_tiles_of_cta(work_tiles)):
         a_offset = expert.to(gl.int64) * s1_stride + tile * (ROWS * (K // 32))
         b_offset = expert.to(gl.int64) * s3_stride + tile * (ROWS * (K // 32))
         if not UP:
@@ -165,7 +165,7 @@ def _convert_scales(
         work_tile += gl.num_programs(0)
         expert, tile, _, _ = _tile_of(blocks, count, work_tile, work_tiles, TILES)
         for first in range(0, OF_ROW, WORDS):
-            # Two loads are on their way while the words of one are stored.
+            # Two loads are in flight while the words of one are stored.
             third = gl.load(at + (first + 2 * WORDS) % OF_ROW)
             if WORDS == 4:
                 w0, w1, w2, w3 = _split4(words)
