@@ -16,13 +16,16 @@ from anymla.engines.vllm.audit.sample import Sample
 from anymla.engines.vllm.audit.weights import block_of_outputs, group_weight
 from anymla.formats.page_layout import MAIN_FP8
 
+# To look the machine up searches folders for packages, which would happen twice a layer.
+_FNUZ = report.this_machine().fnuz
+
 
 def _holds_fnuz(layer: Any) -> bool:
     """Return True if the rows of a layer's windows hold e4m3fnuz codes.
 
     vLLM's own kernel writes the platform's codes there. Rows of entries are OCP's everywhere.
     """
-    return report.this_machine().fnuz and not isinstance(layer, AttentionAdapter)
+    return _FNUZ and not isinstance(layer, AttentionAdapter)
 
 
 def _rotates_back(layer: Any) -> bool:
