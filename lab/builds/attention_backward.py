@@ -9,17 +9,19 @@ from typing import Any
 import torch
 
 from anymla.ops.attention import prefill_attention_backward
+from anymla.ops.attention.prefill_backward_config import float32_fits
 from anymla.ops.attention.prefill_shapes import (
     FLASH_ALL,
     FLASH_SELECTED,
     PRO_SELECTED,
     SPLIT_SELECTED,
+    V32_SELECTED,
     PrefillShape,
 )
 from anymla.ops.device import Target
 from lab.build import Build, Judgement, empty, float32
 
-CHANNELS = 512
+CHANNELS, V32_CHANNELS = 512, 576
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -36,6 +38,16 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
     ):
         label = f"gradients, {FLASH_SELECTED}, {word}"
         yield label, functools.partial(_differentiate, FLASH_SELECTED, **options)
+    for shape, options in (
+        (V32_SELECTED, {}),
+        (FLASH_SELECTED, {"deterministic": True}),  # its window too
+        (V32_SELECTED, {"dtype": torch.float32}),
+    ):
+        if "dtype" in options and not float32_fits(V32_CHANNELS, target):
+            continue
+        words = ", ".join(f"{name} {value}" for name, value in options.items())
+        label = f"gradients, {shape}, keys of {V32_CHANNELS} channels {words}".rstrip()
+        yield label, functools.partial(_differentiate, shape, channels=V32_CHANNELS, **options)
     if target.name == "sm_90":
         yield from _hopper_calls()
 
@@ -61,6 +73,7 @@ def _hopper_calls() -> Iterator[tuple[str, Callable[[], None]]]:
 def _differentiate(
     shape: PrefillShape,
     *,
+    channels: int = CHANNELS,
     dtype: torch.dtype = torch.bfloat16,
     extras: bool = False,
     dlse: bool = False,
@@ -69,10 +82,11 @@ def _differentiate(
     backend: str = "triton",
 ) -> None:
     tokens, heads = shape.tokens, shape.heads
-    dout, q, out = (empty((tokens, heads, CHANNELS), dtype=dtype) for _ in range(3))
+    dout, out = (empty((tokens, heads, CHANNELS), dtype=dtype) for _ in range(2))
+    q = empty((tokens, heads, channels), dtype=dtype)
     width = shape.topk or shape.entries
     prefill_attention_backward(
-        dout, q, empty((shape.context, CHANNELS), dtype=dtype),
+        dout, q, empty((shape.context, channels), dtype=dtype),
         empty((tokens, 4), dtype=torch.int32),
         empty((tokens, shape.topk), dtype=torch.int32) if shape.topk else None, out,
         float32((tokens, heads)), window=shape.window, entries=width, sink=float32(heads),

@@ -96,6 +96,36 @@ def test_gradcheck_and_finite_differences(listed):
     assert torch.autograd.gradcheck(flat, (given[0], kv, given[3]))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_of_576_channels_whose_first_512_are_the_value(deterministic):
+    """Attention of V3.2 and GLM, in the shapes in which frameworks have rows and lists."""
+    torch.manual_seed(3)
+    q, kv = torch.randn(5, 2, 576).double(), torch.randn(30, 1, 576).double()
+    sink, indices = torch.randn(2).double(), torch.randint(-1, 33, (5, 1, 12)).int()
+    indices[2, 0], indices[3, 0, 4:] = -1, 7
+    leaves = [one.requires_grad_() for one in (q, kv, sink)]
+
+    def call(q, kv, sink):
+        return train.sparse_attention(
+            q, kv, indices, sink, 0.05, value_dim=512, deterministic=deterministic
+        )
+
+    out, lse = call(*leaves)
+    assert out.shape == (5, 2, 512)
+    torch.manual_seed(1)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    want = attention_gradients(
+        dout, q.detach(), kv.detach().squeeze(1), indices.squeeze(1).tolist(), sink=sink.detach(),
+        scale=0.05, dlse=dlse,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want.out)
+    torch.testing.assert_close(lse, want.lse)
+    got = gradients(call, leaves)
+    for one, other in zip(got, (want.dq, want.drows.unsqueeze(1), want.dsink), strict=True):
+        torch.testing.assert_close(one, other)
+    assert want.drows[:, 512:].any()
+
+
 def test_the_forward_is_the_operation_that_serves():
     plan = train.Plan([0, 40, 70], 4, 16)
     q, rows, entries, sink = inputs(plan, dim=64, dtype=torch.bfloat16)
@@ -200,7 +230,7 @@ def test_compiled_gradients_are_the_eager_ones(listed):
 def test_operators_keep_torch_librarys_rules():
     plan = train.Plan([0, 9], 4, 3)
     q, rows, entries, sink = inputs(plan)
-    numbers = (3, 2, None, False)
+    numbers = (None, 3, 2, None, False)
     args = (q, rows, entries, plan.ranges, None, sink)
     torch.library.opcheck(torch.ops.anymla.train_attention, (*args, *numbers))
 

@@ -62,7 +62,7 @@ def attention(
     if entries is not None and entries.dtype != rows.dtype:
         raise TypeError(f"attention: entries must be of rows' {rows.dtype}, got {entries.dtype}")
     return _attend(
-        q, rows, entries, plan.ranges, lists, sink, plan.window, plan.most_entries, scale,
+        q, rows, entries, plan.ranges, lists, sink, None, plan.window, plan.most_entries, scale,
         _is_deterministic(deterministic),
     )  # fmt: skip
 
@@ -108,10 +108,9 @@ def sparse_attention(
         raise ValueError(f"sparse_attention: value_dim must be {limit}, got {value_dim}")
     ranges = torch.zeros(len(q), 4, dtype=torch.int32, device=q.device)
     ranges[:, 3] = indices.shape[1]
-    out, lse = _attend(
-        q, kv, None, ranges, indices, sink, 0, 0, scale, _is_deterministic(deterministic)
+    return _attend(
+        q, kv, None, ranges, indices, sink, value_dim, 0, 0, scale, _is_deterministic(deterministic)
     )
-    return out if value_dim is None else out[..., :value_dim], lse
 
 
 def _is_deterministic(asked: bool | None) -> bool:
@@ -130,6 +129,7 @@ def _attend(
     ranges: Tensor,
     lists: Tensor | None,
     sink: Tensor | None,
+    value_dim: int | None,
     window: int,
     most_entries: int,
     scale: float | None,
@@ -138,7 +138,7 @@ def _attend(
     with torch.no_grad():
         return prefill_attention(
             q, _side_by_side(rows, entries), ranges, lists, window=window, entries=most_entries,
-            sink=sink, scale=scale,
+            sink=sink, scale=scale, value_dim=value_dim,
         )  # fmt: skip
 
 
@@ -170,9 +170,19 @@ def _gradients(
 
 
 @_attend.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    rows: Tensor,
+    entries: Tensor | None,
+    ranges: Tensor,
+    lists: Tensor | None,
+    sink: Tensor | None,
+    value_dim: int | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=wide)
+    values = q.shape[2] if value_dim is None else value_dim
+    return q.new_empty(*q.shape[:2], values), q.new_empty(q.shape[:2], dtype=wide)
 
 
 @_gradients.register_fake
@@ -199,7 +209,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, rows, entries, ranges, lists, sink, *ctx.numbers = inputs
+    q, rows, entries, ranges, lists, sink, _, *ctx.numbers = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, rows, entries, ranges, lists, sink, *output)
 

@@ -99,6 +99,23 @@ def test_writes_where_it_is_told(backend):
     torch.testing.assert_close(wide, want.float(), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
+@pytest.mark.parametrize("values", [64, 512, 576])
+def test_values_may_be_a_part_of_the_row(backend, listed, values):
+    case = prefill(
+        9, tokens=3, heads=2, dtype=torch.bfloat16, listed=listed, entries=40, window=20, dim=576
+    )
+    out, lse = case.run(backend, value_dim=values)
+    want, want_lse = case.expected()
+    assert out.shape == (3, 2, values)
+    assert relative_l2(out, want[..., :values]) < 4e-3
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
+    into = torch.zeros_like(out)
+    given, _ = case.run(backend, value_dim=values, out=into)
+    assert given is into
+    assert_identical(into, out)
+
+
 def test_no_tokens(backend):
     case = prefill(2, tokens=0, heads=2, dtype=torch.bfloat16, listed=True, entries=8)
     out, lse = case.run(backend)
@@ -110,6 +127,10 @@ def test_arguments_are_checked():
     case = prefill(2, tokens=2, heads=2, dtype=torch.bfloat16, listed=True, entries=8)
     with pytest.raises(ValueError, match="window must be at least 0"):
         prefill_attention(case.q, case.rows, case.ranges, window=-1)
+    with pytest.raises(ValueError, match="value_dim must be from 1 to D=512, got 513"):
+        case.run(None, value_dim=513)
+    with pytest.raises(ValueError, match=r"out must be .*\[T=2, H=2, V=448\]"):
+        case.run(None, value_dim=448, out=torch.zeros(2, 2, 512))
     with pytest.raises(TypeError, match="ranges must be int32"):
         prefill_attention(case.q, case.rows, case.ranges.long(), window=128)
 

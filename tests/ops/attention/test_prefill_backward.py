@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -82,12 +83,14 @@ class Call:
         )  # fmt: skip
 
 
-def call(seed, backend=None, dtype=None, *, dlse=True, **kwargs):
+def call(seed, backend=None, dtype=None, *, dlse=True, values=None, **kwargs):
     dtype = dtype or (backend.dtype if backend else torch.float64)
     case = small(seed, dtype, **kwargs)
     wide = torch.promote_types(case.q.dtype, torch.float32)
     return Call(
-        case, torch.randn_like(case.q), torch.randn(case.q.shape[:2], dtype=wide) if dlse else None
+        case,
+        torch.randn_like(case.q)[..., :values],
+        torch.randn(case.q.shape[:2], dtype=wide) if dlse else None,
     )
 
 
@@ -108,6 +111,17 @@ def test_float64_gradients_are_the_oracles(backend, listed, deterministic):
 def test_any_number_of_heads(backend, heads):
     given = call(4, backend, heads=heads, tokens=3)
     assert_right(given, given.run(backend), backend.tolerance)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["ranges", "lists"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dim", "values"), [(32, 20), (576, 512), (576, 576), (520, 516)])
+def test_values_may_be_a_part_of_the_row(backend, listed, deterministic, dim, values):
+    given = call(21, backend, listed=listed, dim=dim, values=values, tokens=4)
+    got = given.run(backend, deterministic=deterministic)
+    assert got[0].shape == given.case.q.shape
+    assert got[1].shape == given.case.rows.shape
+    assert_right(given, got, backend.tolerance)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +270,11 @@ def test_arguments_are_checked():
         given.run(None, drows=torch.zeros(32, ROWS, dtype=torch.float64).T)
     with pytest.raises(ValueError, match=r"mass must be float64 \[T=10, K=20\]"):
         given.run(None, mass=torch.zeros(TOKENS, WIDTH + 1, dtype=torch.float64))
+    case, dout = given.case, torch.zeros(TOKENS, 3, 33, dtype=torch.float64)
+    with pytest.raises(ValueError, match="dout must be of at most D=32 channels, got 33"):
+        prefill_attention_backward(
+            dout, case.q, case.rows, case.ranges, case.lists, dout, given.dlse, window=14
+        )
     given.dout = given.dout.float()
     with pytest.raises(ValueError, match="dout must be of q's dtype"):
         given.run(None)
@@ -268,9 +287,15 @@ def test_calls_that_triton_leaves_to_torch(monkeypatch):
 
     monkeypatch.setattr(prefill_backward_config, "float32_support", lambda *_: Support(True))
     assert answer() == Support(True)
-    assert "at most 512 channels" in answer(dim=576).reason
+    assert answer(dim=576) == Support(True)
+    assert "at most 576 channels" in answer(dim=577).reason
     case = small(19, torch.float32)
     assert triton_backward_support(case.q, case.q, case.rows) == Support(True, automatic=False)
+    monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["sm_89"])
+    assert answer(dim=576) == Support(True)
+    case = small(19, torch.float32, dim=576)
+    refused = triton_backward_support(case.q, case.q, case.rows)
+    assert "at most 512 channels of float32" in refused.reason
     assert "of one dtype" in triton_backward_support(case.q, case.q, case.rows.bfloat16()).reason
     monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["xpu_bmg"])
     assert "Intel" in answer().reason
@@ -295,7 +320,7 @@ def test_channels_in_parts_and_rows_in_stages(monkeypatch, parts, stages, more):
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tiles_hold_the_heads(target, dtype):
-    for heads in (1, 16, 20, 64, 128):
-        config = choose_config(heads, dtype, target)
+    for heads, channels in itertools.product((1, 16, 20, 64, 128), (512, 576)):
+        config = choose_config(heads, dtype, target, channels)
         assert config.heads >= min(heads, 16)
         assert config.heads <= max(16, 2 * heads)

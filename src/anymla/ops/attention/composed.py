@@ -74,14 +74,16 @@ def by_lists(
         entries: int = 0,
         sink: Tensor | None = None,
         scale: float | None = None,
+        value_dim: int | None = None,
         epilogue: InverseRopeQuant | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         indices, lengths = named_rows(ranges, lists, window, entries)
         same = out is None or out.dtype == q.dtype
         result, lse = sparse_attention_rows(
-            q, rows, indices, lengths, sink=sink, scale=scale, value_dim=q.shape[2],
-            out=out if same else None, backend=backend,
+            q, rows, indices, lengths, sink=sink, scale=scale,
+            value_dim=q.shape[2] if value_dim is None else value_dim, out=out if same else None,
+            backend=backend,
         )  # fmt: skip
         if epilogue is not None:
             return quantize(result, **epilogue._asdict())

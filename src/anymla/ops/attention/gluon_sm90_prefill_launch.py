@@ -34,6 +34,7 @@ def prefill_attention(
     entries: int = 0,
     sink: Tensor | None = None,
     scale: float | None = None,
+    value_dim: int | None = None,
     epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

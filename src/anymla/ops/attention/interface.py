@@ -207,6 +207,7 @@ def prefill_attention(
     entries: int = 0,
     sink: Tensor | None = None,
     scale: float | None = None,
+    value_dim: int | None = None,
     epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -219,10 +220,11 @@ def prefill_attention(
         b, b + 1, ..., b + m - 1                                 (all visible entries), or
         b + lists[t, j] for j < m with lists[t, j] >= 0          (the entries selected for it)
 
-    under one softmax, as in ``sparse_attention``: a row is key and value, rows outside [0, N) are
-    skipped, a row that is named twice counts twice, and what lies in rows that are not named for a
-    token never reaches it, not even as NaN. The rows are a workspace that holds what the requests
-    of a chunk can see, decoded once; ``layers.prefill_rows`` builds it.
+    under one softmax, as in ``sparse_attention``: a row is the key, and its first ``value_dim``
+    channels, or all of it, are the value. Rows outside [0, N) are skipped, a row that is named
+    twice counts twice, and what lies in rows that are not named for a token never reaches it, not
+    even as NaN. The rows are a workspace that holds what the requests of a chunk can see, decoded
+    once; ``layers.prefill_rows`` builds it.
 
     Args:
         q: queries [T, H, D], floating point; any number of heads H.
@@ -234,14 +236,17 @@ def prefill_attention(
         entries: largest number of entries of a token; m is cut to it, or to K with lists.
         sink: one logit per head that carries no value, [H] float32 or float64; None for no sink.
         scale: factor of the scores, not of the sink; None for D ** -0.5.
-        epilogue: rotation back and FP8 quantisation of the heads, as for ``sparse_attention``.
-        out: tensor that the output is written into, [T, H, D] floating point; None to allocate it
-            in q's dtype.
+        value_dim: number of leading channels of a row that are the value; None for all D.
+        epilogue: rotation back and FP8 quantisation of the heads, as for ``sparse_attention``; with
+            it value_dim is None.
+        out: tensor that the output is written into, [T, H, value_dim] floating point; None to
+            allocate it in q's dtype.
         backend: name of the backend that runs; None for the best that can.
 
     Returns:
-        Output [T, H, D] and lse [T, H] float32 (float64 for float64 q), natural, without the sink.
-        A token without rows has output 0 and lse -inf. With an epilogue, its codes and scales.
+        Output [T, H, value_dim] and lse [T, H] float32 (float64 for float64 q), natural, without
+        the sink. A token without rows has output 0 and lse -inf. With an epilogue, its codes and
+        scales.
 
     Numerics: those of ``sparse_attention``; for 16-bit q and rows the probabilities are rounded to
     that type before they weigh the values, and the output is rounded once.
@@ -250,16 +255,16 @@ def prefill_attention(
         TypeError, ValueError: wrong dtype, shape, device, or a negative bound.
     """
     name = "prefill_attention"
-    check(
+    dims = check(
         name,
         q=(q, "T H D", FLOATS),
         rows=(rows, "N D", FLOATS),
         ranges=(ranges, "T 4", INT32),
         lists=(lists, "T K", INT32),
         sink=(sink, "H", FLOAT32_UP),
-        out=(out, "T H D", FLOATS),
     )
-    check_epilogue(name, q, epilogue, out=out)
+    check_epilogue(name, q, epilogue, value_dim=value_dim, out=out)
+    _check_values(name, dims, dims["D"] if value_dim is None else value_dim, out, FLOATS)
     require(window >= 0, name, "window", "at least 0", window)
     require(entries >= 0, name, "entries", "at least 0", entries)
 
@@ -308,14 +313,16 @@ def prefill_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of ``prefill_attention``.
 
-    With s[j] = scale * <q[t, h], row[j]> over the rows named for a token, in both ranges, and
+    With s[j] = scale * <q[t, h], row[j]> over the rows named for a token, in both ranges, v[j] the
+    value of row[j], which is as many of its leading channels as dout has (V), and
 
         L[t, h]  = log(exp(lse[t, h]) + exp(sink[h]))            p[j] = exp(s[j] - L[t, h])
         delta    = <dout[t, h], out[t, h]>
-        ds[j]    = p[j] (<dout[t, h], row[j]> - delta) + dlse[t, h] exp(s[j] - lse[t, h])
+        ds[j]    = p[j] (<dout[t, h], v[j]> - delta) + dlse[t, h] exp(s[j] - lse[t, h])
 
         dq[t, h] = scale sum_j ds[j] row[j]
         drows[n] = sum over all (t, h, j) that name row n of  scale ds[j] q[t, h] + p[j] dout[t, h]
+                   (the second term in the first V channels alone)
         dsink[h] = -sum_t exp(sink[h] - L[t, h]) delta[t, h]
 
     A row that is named twice counts twice. A row that is named by no token has gradient 0, whatever
@@ -323,12 +330,13 @@ def prefill_attention_backward(
     gradient 0, and with +inf nothing but dlse reaches q and rows.
 
     Args:
-        dout: gradient of the output, [T, H, D] of q's dtype.
+        dout: gradient of the output, [T, H, V] of q's dtype, where V is ``prefill_attention``'s
+            value_dim, or D without one.
         q: queries as for ``prefill_attention``, [T, H, D] floating point.
         rows: rows as for ``prefill_attention``, [N, D] floating point.
         ranges: two row ranges of each token, [T, 4] int32, as for ``prefill_attention``.
         lists: entries selected for each token, [T, K] int32; None for the whole second range.
-        out: output of ``prefill_attention`` without an epilogue, [T, H, D] floating point; None if
+        out: output of ``prefill_attention`` without an epilogue, [T, H, V] floating point; None if
             ``delta`` is given.
         lse: lse of ``prefill_attention``, natural and without the sink: [T, H] float32 (float64 for
             float64 q).
@@ -368,11 +376,11 @@ def prefill_attention_backward(
     dims = check(
         name,
         q=(q, "T H D", FLOATS),
-        dout=(dout, "T H D", FLOATS),
+        dout=(dout, "T H V", FLOATS),
         rows=(rows, "N D", FLOATS),
         ranges=(ranges, "T 4", INT32),
         lists=(lists, "T K", INT32),
-        out=(out, "T H D", FLOATS),
+        out=(out, "T H V", FLOATS),
         lse=(lse, "T H", wide),
         sink=(sink, "H", FLOAT32_UP),
         dlse=(dlse, "T H", wide),
@@ -382,6 +390,8 @@ def prefill_attention_backward(
     require(window >= 0, name, "window", "at least 0", window)
     require(entries >= 0, name, "entries", "at least 0", entries)
     check(name, dims=dims | {"K": dims.get("K", entries)}, mass=(mass, "T K", wide))
+    within = dims["V"] <= dims["D"]
+    require(within, name, "dout", f"of at most D={dims['D']} channels", dims["V"])
     require(dout.dtype == q.dtype, name, "dout", f"of q's dtype {q.dtype}", dout.dtype)
     require(out is not None or delta is not None, name, "out", "given without delta", out)
     known = gradients in ("all", "queries", "rows")
@@ -457,7 +467,11 @@ def sparse_attention_plan(
 
 
 def _check_values(
-    name: str, dims: dict[str, int], value_dim: int, out: Tensor | None, dtype: torch.dtype
+    name: str,
+    dims: dict[str, int],
+    value_dim: int,
+    out: Tensor | None,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
 ) -> None:
     in_range = 1 <= value_dim <= dims["D"]
     require(in_range, name, "value_dim", f"from 1 to D={dims['D']}", value_dim)

@@ -10,7 +10,10 @@ from torch import Tensor
 from anymla.ops.attention.prefill_config import CHANNELS, HEADS, runs_on
 from anymla.ops.device import Support, Target, float32_support, target_of
 
-_CHANNELS = 512  # sums of more channels leave no tile that fits
+# Sums of more channels leave no tile that fits. V3.2's keys have 576.
+_MOST_CHANNELS = 576
+# Shared memory of NVIDIA's GPUs for a tile of float32 with more channels than V4's.
+_WIDE_FLOAT32_BYTES = 112_640
 _LEAST_HEADS = 16  # the M of a matrix instruction
 # Bytes of addends to rows that are written out before they are summed in order.
 PARTS_BYTES = 1 << 30
@@ -42,38 +45,56 @@ class BackwardConfig:
     window_rows: int = 16
 
 
-def choose_config(heads: int, dtype: torch.dtype, target: Target) -> BackwardConfig:
-    """Choose the tile for heads, a dtype and a target.
+def choose_config(
+    heads: int, dtype: torch.dtype, target: Target, channels: int = CHANNELS
+) -> BackwardConfig:
+    """Choose the tile for heads, a dtype, a target and channels.
 
     Args:
         heads: query heads H.
         dtype: dtype of queries and rows.
         target: machine that runs the kernel.
+        channels: channels D of queries and rows.
     """
+    wide = channels > CHANNELS
+    # RDNA spills a third less of more channels with twice the warps.
+    few = BackwardConfig(_LEAST_HEADS, 16, 16 if wide and target.narrow else 8)
     if dtype == torch.float32:
-        return BackwardConfig(_LEAST_HEADS, 16, 8)
+        return few
     if target.name == "sm_90":
         # 512 listed entries take 3,367 us on an H200; with 64 rows in one stage they take 3,549,
         # with 16 rows 4,196 or more, with 2 parts in one stage 4,278. In one stage with 1 or 4
-        # parts, Triton 3.6 makes code that reads shared memory past its end.
+        # parts, Triton 3.6 makes code that reads shared memory past its end. 32 rows of more
+        # channels are 240 KiB of shared memory.
+        rows = 16 if wide else 32
         return BackwardConfig(
-            _fitting(heads, 64), 32, 8, 2, parts=4, transposed=True, window_rows=32
+            _fitting(heads, 64), rows, 8, 2, parts=4, transposed=True, window_rows=32
         )
-    if target.name == "sm_80":
+    if target.name == "sm_80" and not wide:
         # Executed on an H200, 8,804 us of 512 entries; with 32 heads, twice the atomics and 15,470.
+        # 64 heads of more channels are 170 KiB of shared memory.
         return BackwardConfig(_fitting(heads, 64), 16, 8, 2, parts=4, window_rows=16)
-    if target.name == "sm_100":
+    if target.name == "sm_100" and not wide:
         return BackwardConfig(_fitting(heads, 32), 32, 8, 2, parts=4, window_rows=32)
+    if target.name == "sm_100":
+        # 32 rows, or 4 parts, spill 160 registers or more.
+        return BackwardConfig(_fitting(heads, 32), 16, 8, 2, parts=8, window_rows=16)
     if target.backend == "cuda":
         return BackwardConfig(_fitting(heads, 32), 16, 8, 2, parts=4, window_rows=16)
     if target.backend == "hip" and not target.narrow:
         return BackwardConfig(_fitting(heads, 32), 16, 4)
-    return BackwardConfig(_LEAST_HEADS, 16, 8)
+    return few
 
 
 def _fitting(heads: int, most: int) -> int:
     """Return the smallest power of two that holds ``heads``, within a matrix tile and ``most``."""
     return min(max(1 << max(heads - 1, 0).bit_length(), _LEAST_HEADS), most)
+
+
+def float32_fits(channels: int, target: Target) -> bool:
+    """Return True if the tile for float32 rows of so many channels fits the target."""
+    small = target.backend == "cuda" and target.shared_bytes < _WIDE_FLOAT32_BYTES
+    return channels <= CHANNELS or not small
 
 
 def triton_backward_support(
@@ -83,11 +104,13 @@ def triton_backward_support(
     support = float32_support(q, rows)
     if support and rows.dtype != q.dtype:
         return Support(False, f"q and rows must be of one dtype, got {q.dtype} and {rows.dtype}")
-    if support and q.shape[2] > _CHANNELS:
-        return Support(False, f"at most {_CHANNELS} channels, got {q.shape[2]}")
+    if support and q.shape[2] > _MOST_CHANNELS:
+        return Support(False, f"at most {_MOST_CHANNELS} channels, got {q.shape[2]}")
     if support and target_of(q.device).intel:
         return Support(False, "a token's heads and rows do not fit the registers of Intel's GPUs")
     if support and q.dtype == torch.float32:
+        if not float32_fits(q.shape[2], target_of(q.device)):
+            return Support(False, f"at most {CHANNELS} channels of float32, got {q.shape[2]}")
         # No matrix instruction keeps float32; torch multiplies with the vendor's library instead.
         return dataclasses.replace(support, automatic=False)
     return support
@@ -107,8 +130,9 @@ def gluon_backward_support(
         return support
     if q.dtype not in (torch.float16, torch.bfloat16) or rows.dtype != q.dtype:
         return Support(False, "q and rows must both be float16, or both bfloat16")
-    if q.shape[2] != CHANNELS:
-        return Support(False, f"{CHANNELS} channels, got {q.shape[2]}")
+    if q.shape[2] != CHANNELS or dout.shape[2] != CHANNELS:
+        words = f"{q.shape[2]} and {dout.shape[2]} values"
+        return Support(False, f"{CHANNELS} channels, all of them values, got {words}")
     if q.shape[1] % HEADS:
         return Support(False, f"a multiple of {HEADS} heads, got {q.shape[1]}")
     if mass is not None:

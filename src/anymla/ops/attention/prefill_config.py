@@ -83,6 +83,7 @@ def gluon_prefill_support(
     rows: Tensor,
     *args: Any,
     scale: float | None = None,
+    value_dim: int | None = None,
     epilogue: InverseRopeQuant | None = None,
     **keywords: Any,
 ) -> Support:
@@ -94,6 +95,8 @@ def gluon_prefill_support(
         return Support(False, "q and rows must both be float16, or both bfloat16")
     if q.shape[2] != CHANNELS:
         return Support(False, f"{CHANNELS} channels, got {q.shape[2]}")
+    if value_dim not in (None, CHANNELS):
+        return Support(False, f"all {CHANNELS} channels are values, got {value_dim}")
     if scale is not None and not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
         return Support(False, f"scale must be positive and of ordinary size, got {scale}")
     if len(rows) == 0:

@@ -38,6 +38,8 @@ class PrefillShape:
 FLASH_WINDOW = PrefillShape(4096, 64, 32_768)
 FLASH_SELECTED = PrefillShape(4096, 64, 32_768, 4, 512)
 FLASH_ALL = PrefillShape(4096, 64, 32_768, 128)
+# DeepSeek-V3.2's layers list tokens themselves, and have no window.
+V32_SELECTED = PrefillShape(4096, 128, 32_768, 1, 2048, window=0)
 PRO_SELECTED = PrefillShape(4096, 128, 32_768, 4, 1024)
 PRO_ALL = PrefillShape(4096, 128, 32_768, 128)
 # One GPU's share of the heads under tensor parallelism, which does not fill a tile.

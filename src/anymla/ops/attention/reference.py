@@ -71,17 +71,19 @@ def prefill_attention(
     entries: int = 0,
     sink: Tensor | None = None,
     scale: float | None = None,
+    value_dim: int | None = None,
     epilogue: InverseRopeQuant | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    output = torch.empty_like(q) if out is None else out
+    values = q.shape[2] if value_dim is None else value_dim
+    output = q.new_empty(*q.shape[:2], values) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
     for token in range(len(q)):
         seen, _ = _named(token, ranges, lists, window, entries)
         inside = seen[(seen >= 0) & (seen < len(rows))]
-        result, lse[token], _ = attend(q[token], rows[inside], sink, scale, q.shape[2])
+        result, lse[token], _ = attend(q[token], rows[inside], sink, scale, values)
         output[token] = result.to(q.dtype)
     if epilogue is not None:
         return inverse_rope_fp8_quant(output, **epilogue._asdict())
@@ -113,6 +115,7 @@ def prefill_attention_backward(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     plain = torch.full(q.shape[1:2], -torch.inf, dtype=wide, device=q.device)
     sink = plain if sink is None else sink.to(wide)
+    values = dout.shape[2]
     dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     drows = rows.new_zeros(rows.shape, dtype=wide) if drows is None else drows
     dsink = torch.zeros_like(plain)
@@ -133,12 +136,14 @@ def prefill_attention_backward(
             inner = (grad * out[token].to(wide)).sum(1)
         else:
             inner = delta[token]
-        ds = p * (grad @ listed.T - inner.unsqueeze(1))
+        ds = p * (grad @ listed[:, :values].T - inner.unsqueeze(1))
         if dlse is not None:
             ds += dlse[token].unsqueeze(1) * torch.exp(scores - lse[token].unsqueeze(1))
         dq[token] = (scale * ds @ listed).to(q.dtype)
         if gradients != "queries":
-            drows.index_add_(0, seen, scale * ds.T @ heads + p.T @ grad)
+            added = scale * ds.T @ heads
+            added[:, :values] += p.T @ grad
+            drows.index_add_(0, seen, added)
         share = torch.where(sink.isinf(), 0.0, torch.exp(sink - total.squeeze(1)))
         dsink -= share * inner
         if mass is not None:

@@ -120,7 +120,8 @@ def _shared(call: _Call, index: Tensor, mass: Tensor | None, window: int) -> Non
         if call.drows is not None:
             wide = call.lse.dtype
             each = ds.flatten(0, 1).T @ call.q[tile].to(wide).flatten(0, 1)
-            each += p.flatten(0, 1).T @ call.dout[tile].to(wide).flatten(0, 1)
+            of_values = p.flatten(0, 1).T @ call.dout[tile].to(wide).flatten(0, 1)
+            each[:, : of_values.shape[1]] += of_values
             call.drows.index_add_(0, union, each)
         if mass is not None:
             summed = (p.sum(1) / count.squeeze(1).clamp(min=1)).flatten()
@@ -149,7 +150,9 @@ def _gathered(call: _Call, index: Tensor, mass: Tensor | None, window: int) -> N
         if call.dq is not None:
             call.dq[tile] = torch.matmul(ds, r).to(call.dq.dtype)
         if call.drows is not None:
-            each = ds.mT @ call.q[tile].to(wide) + p.mT @ call.dout[tile].to(wide)
+            each = ds.mT @ call.q[tile].to(wide)
+            of_values = p.mT @ call.dout[tile].to(wide)
+            each[..., : of_values.shape[2]] += of_values
             target = named.where(known, size).flatten()
             if call.deterministic:
                 sums.index_put_((target,), each.flatten(0, 1), accumulate=True)
@@ -174,7 +177,8 @@ def _weights(call: _Call, tile: slice, r: Tensor, count: Tensor) -> tuple[Tensor
     named = count > 0
     scores = call.scale * torch.matmul(call.q[tile].to(wide), r.mT)
     p = torch.exp(scores - call.total[tile].unsqueeze(2)).where(named, 0) * count
-    ds = torch.matmul(call.dout[tile].to(wide), r.mT).sub_(call.delta[tile].unsqueeze(2)).mul_(p)
+    dp = torch.matmul(call.dout[tile].to(wide), r[..., : call.dout.shape[2]].mT)
+    ds = dp.sub_(call.delta[tile].unsqueeze(2)).mul_(p)
     if call.dlse is not None:
         alone = torch.exp(scores - call.lse[tile].unsqueeze(2)).where(named, 0) * count
         ds += call.dlse[tile].unsqueeze(2) * alone

@@ -73,11 +73,22 @@ def delta_kernel(
 
 
 @triton.jit
-def _load_parts(base, mask, CHANNELS: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr):
-    """Load rows of channels from pointers [r, 1], as PARTS tiles [r, BC / PARTS]."""
+def _channels(i: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, TAIL: tl.constexpr):
+    """Number the channels of a tile: BC / PARTS of the first BC, or the TAIL behind them."""
+    if i < PARTS:
+        return i * (BC // PARTS) + tl.arange(0, BC // PARTS)
+    else:
+        return BC + tl.arange(0, TAIL)
+
+
+@triton.jit
+def _load_parts(
+    base, mask, CHANNELS: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    """Load rows of channels from pointers [r, 1], as PARTS tiles [r, BC / PARTS] and a tail."""
     parts = ()
-    for i in tl.static_range(PARTS):
-        channel = i * (BC // PARTS) + tl.arange(0, BC // PARTS)
+    for i in tl.static_range(PARTS + (TAIL > 0)):
+        channel = _channels(i, BC, PARTS, TAIL)
         kept = mask & (channel < CHANNELS)[None, :]
         parts += (tl.load(base + channel[None, :], kept, other=0),)
     return parts
@@ -86,10 +97,12 @@ def _load_parts(base, mask, CHANNELS: tl.constexpr, BC: tl.constexpr, PARTS: tl.
 @triton.jit
 def _load_pairs(
     q_ptr, dout_ptr, token, block, heads, q_token, q_head, dout_token, dout_head,
-    CHANNELS: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, BH: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    CHANNELS: tl.constexpr, VALUES: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
+    TAIL: tl.constexpr, BH: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Load q and dout of a block of heads below each other, as PARTS tiles [2 BH, BC / PARTS].
+    """Load q and dout of a block of heads below each other, in tiles of all 2 BH.
+
+    Where only VALUES channels of a row are its value, dout is 0 in the others.
 
     Triton spreads warps over the rows alone of a product that another one depends on; those beyond
     its rows would compute it again. Both products at once have twice as many rows. Eight heads of q
@@ -105,22 +118,31 @@ def _load_pairs(
     of_dout = dout_ptr + token * dout_token + wide * dout_head
     if TRANSPOSED:
         # A choice of addresses leaves one copy in shared memory for both of its directions.
-        return _load_parts(tl.where(first, of_q, of_dout), there, CHANNELS, BC, PARTS)
+        both = tl.where(first, of_q, of_dout)
+        if VALUES == CHANNELS:
+            return _load_parts(both, there, CHANNELS, BC, PARTS, TAIL)
+        else:
+            limit = tl.where(first, CHANNELS, VALUES)
+            pairs = ()
+            for i in tl.static_range(PARTS + (TAIL > 0)):
+                channel = _channels(i, BC, PARTS, TAIL)[None, :]
+                pairs += (tl.load(both + channel, there & (channel < limit), other=0),)
+            return pairs
     else:
         # AMD's compiler takes no choice of addresses.
-        q = _load_parts(of_q, there & first, CHANNELS, BC, PARTS)
-        dout = _load_parts(of_dout, there & (first == 0), CHANNELS, BC, PARTS)
+        q = _load_parts(of_q, there & first, CHANNELS, BC, PARTS, TAIL)
+        dout = _load_parts(of_dout, there & (first == 0), VALUES, BC, PARTS, TAIL)
         pairs = ()
-        for i in tl.static_range(PARTS):
+        for i in tl.static_range(PARTS + (TAIL > 0)):
             pairs += (tl.where(first, q[i], dout[i]),)
         return pairs
 
 
 @triton.jit
-def _products(pairs, rows, PARTS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr):
+def _products(pairs, rows, BH: tl.constexpr, BN: tl.constexpr):
     """Multiply pairs with rows: <q, row> and <dout, row>, each [BH, BN]."""
     both = tl.dot(pairs[0], tl.trans(rows[0]), input_precision="ieee")
-    for i in tl.static_range(1, PARTS):
+    for i in tl.static_range(1, len(rows)):
         both = tl.dot(pairs[i], tl.trans(rows[i]), both, input_precision="ieee")
     both = tl.permute(tl.reshape(both, (BH // 8, 2, 8, BN)), (0, 2, 3, 1))
     scores, dp = tl.split(both)
@@ -154,15 +176,17 @@ def _probabilities(scores, dp, total, delta, lse, dlse, scale):
 def _differentiate(
     dq, drows_ptr, mass_ptr, pairs, rows_ptr, total, delta, lse, dlse, slot, named, column, line,
     scale, row_stride, width, CHANNELS: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    TAIL: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Add to dq what BN rows add, and to rows what the heads add; return dq.
 
     ``line`` is the token and block of heads as a row number of ``mass_ptr``, [lines, width].
     """
-    rows = _load_parts(rows_ptr + slot[:, None] * row_stride, named[:, None], CHANNELS, BC, PARTS)
-    scores, dp = _products(pairs, rows, PARTS, BH, BN)
+    rows = _load_parts(
+        rows_ptr + slot[:, None] * row_stride, named[:, None], CHANNELS, BC, PARTS, TAIL
+    )
+    scores, dp = _products(pairs, rows, BH, BN)
     p, ds = _probabilities(scores, dp, total, delta, lse, dlse, scale)
     if mass_ptr is not None:
         sums = tl.where(named, tl.sum(p, 0), 0.0)
@@ -170,14 +194,14 @@ def _differentiate(
     ds = (ds * scale).to(rows[0].dtype)
     if QUERIES:
         sums = ()
-        for i in tl.static_range(PARTS):
+        for i in tl.static_range(len(rows)):
             sums += (tl.dot(ds, rows[i], dq[i], input_precision="ieee"),)
         dq = sums
     if ROWS != NOTHING:
         weights = _weights(ds, p.to(ds.dtype), BH, BN)
         first = (slot if ROWS == ATOMICS else line * width + column) * CHANNELS
-        for i in tl.static_range(PARTS):
-            channel = i * (BC // PARTS) + tl.arange(0, BC // PARTS)
+        for i in tl.static_range(len(rows)):
+            channel = _channels(i, BC, PARTS, TAIL)
             inside = channel < CHANNELS
             # The interpreter does not broadcast the mask of an atomic.
             if TRANSPOSED:
@@ -220,7 +244,9 @@ def backward_kernel(
     q_head,
     row_stride,
     CHANNELS: tl.constexpr,
+    VALUES: tl.constexpr,
     BC: tl.constexpr,
+    TAIL: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
     PARTS: tl.constexpr,
@@ -247,7 +273,7 @@ def backward_kernel(
     there = head < heads
     pairs = _load_pairs(
         q_ptr, dout_ptr, token, block, heads, q_token, q_head, dout_token, dout_head,
-        CHANNELS, BC, PARTS, BH, TRANSPOSED,
+        CHANNELS, VALUES, BC, PARTS, TAIL, BH, TRANSPOSED,
     )  # fmt: skip
     place = token * heads + head
     # Heads that are not there weigh nothing.
@@ -260,8 +286,8 @@ def backward_kernel(
         dlse = tl.load(dlse_ptr + place, there, other=0)[:, None]
         lse = tl.where(lse > float("-inf"), lse, float("inf"))
     dq = ()
-    for _ in tl.static_range(PARTS):
-        dq += (tl.zeros([BH, BC // PARTS], tl.float32),)
+    for i in tl.static_range(PARTS + (TAIL > 0)):
+        dq += (tl.zeros([BH, BC // PARTS if i < PARTS else TAIL], tl.float32),)
 
     columns = tl.arange(0, BN)
     for k in tl.range(0, near, BN, num_stages=STAGES):
@@ -270,7 +296,7 @@ def backward_kernel(
         named = (column < near) & (slot >= 0) & (slot < size)
         dq = _differentiate(
             dq, drows_ptr, None, pairs, rows_ptr, total, delta, lse, dlse, slot, named, column,
-            line, scale, row_stride, width, CHANNELS, BC, PARTS, BH, BN, QUERIES,
+            line, scale, row_stride, width, CHANNELS, BC, PARTS, TAIL, BH, BN, QUERIES,
             ROWS if ROWS == ATOMICS else NOTHING, TRANSPOSED,
         )  # fmt: skip
     listed = columns
@@ -291,11 +317,12 @@ def backward_kernel(
             listed = tl.load(lists_ptr + BN + column, column + BN < more, other=-1)
         dq = _differentiate(
             dq, drows_ptr, mass_ptr, pairs, rows_ptr, total, delta, lse, dlse, slot, named, column,
-            line, scale, row_stride, width, CHANNELS, BC, PARTS, BH, BN, QUERIES, ROWS, TRANSPOSED,
+            line, scale, row_stride, width, CHANNELS, BC, PARTS, TAIL, BH, BN, QUERIES, ROWS,
+            TRANSPOSED,
         )  # fmt: skip
     if QUERIES:
-        for i in tl.static_range(PARTS):
-            channel = i * (BC // PARTS) + tl.arange(0, BC // PARTS)
+        for i in tl.static_range(PARTS + (TAIL > 0)):
+            channel = _channels(i, BC, PARTS, TAIL)
             at = dq_ptr + (place * CHANNELS)[:, None] + channel[None, :]
             kept = there[:, None] & (channel < CHANNELS)[None, :]
             tl.store(at, dq[i].to(dq_ptr.dtype.element_ty), kept)
@@ -342,7 +369,9 @@ def window_rows_kernel(
     q_head,
     row_stride,
     CHANNELS: tl.constexpr,
+    VALUES: tl.constexpr,
     BC: tl.constexpr,
+    TAIL: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -353,16 +382,21 @@ def window_rows_kernel(
     """
     tile = tl.program_id(0)
     row = tile.to(tl.int64) * BN + tl.arange(0, BN)
-    channel = tl.arange(0, BC)
-    there, inside = row < size, channel < CHANNELS
-    rows = _load_parts(rows_ptr + row[:, None] * row_stride, there[:, None], CHANNELS, BC, 1)
-    if TRANSPOSED:
-        place = drows_ptr + row[None, :] * CHANNELS + channel[:, None]
-        kept = there[None, :] & inside[:, None]
-    else:
-        place = drows_ptr + row[:, None] * CHANNELS + channel[None, :]
-        kept = there[:, None] & inside[None, :]
-    sums = tl.load(place, kept, other=0)
+    there = row < size
+    rows = _load_parts(rows_ptr + row[:, None] * row_stride, there[:, None], CHANNELS, BC, 1, TAIL)
+    places = ()
+    masks = ()
+    sums = ()
+    for i in tl.static_range(len(rows)):
+        channel = _channels(i, BC, 1, TAIL)
+        inside = channel < CHANNELS
+        if TRANSPOSED:
+            places += (drows_ptr + row[None, :] * CHANNELS + channel[:, None],)
+            masks += (there[None, :] & inside[:, None],)
+        else:
+            places += (drows_ptr + row[:, None] * CHANNELS + channel[None, :],)
+            masks += (there[:, None] & inside[None, :],)
+        sums += (tl.load(places[i], masks[i], other=0),)
     first, last = tl.load(users_ptr + tile * 2), tl.load(users_ptr + tile * 2 + 1)
     blocks = (heads + BH - 1) // BH
     for step in range(first * blocks, last * blocks):
@@ -371,7 +405,7 @@ def window_rows_kernel(
         head = block * BH + tl.arange(0, BH)
         pairs = _load_pairs(
             q_ptr, dout_ptr, token, block, heads, q_token, q_head, dout_token, dout_head,
-            CHANNELS, BC, 1, BH, TRANSPOSED,
+            CHANNELS, VALUES, BC, 1, TAIL, BH, TRANSPOSED,
         )  # fmt: skip
         at = token * heads + head
         total = tl.load(total_ptr + at, head < heads, other=float("inf"))[:, None]
@@ -385,15 +419,19 @@ def window_rows_kernel(
         start = tl.load(ranges_ptr + token * 4).to(tl.int64)
         count = tl.minimum(tl.load(ranges_ptr + token * 4 + 1), window)
         named = (there & (row >= start) & (row < start + count))[None, :]
-        scores, dp = _products(pairs, rows, 1, BH, BN)
+        scores, dp = _products(pairs, rows, BH, BN)
         p, ds = _probabilities(scores, dp, total, delta, lse, dlse, scale)
         ds = tl.where(named, ds * scale, 0.0).to(rows[0].dtype)
         weights = _weights(ds, tl.where(named, p, 0.0).to(ds.dtype), BH, BN)
-        if TRANSPOSED:
-            sums = tl.dot(tl.trans(pairs[0]), weights, sums)
-        else:
-            sums = tl.dot(tl.trans(weights), pairs[0], sums, input_precision="ieee")
-    tl.store(place, sums, kept)
+        added = ()
+        for i in tl.static_range(len(rows)):
+            if TRANSPOSED:
+                added += (tl.dot(tl.trans(pairs[i]), weights, sums[i]),)
+            else:
+                added += (tl.dot(tl.trans(weights), pairs[i], sums[i], input_precision="ieee"),)
+        sums = added
+    for i in tl.static_range(len(rows)):
+        tl.store(places[i], sums[i], masks[i])
 
 
 @triton.jit(do_not_specialize=["columns"])

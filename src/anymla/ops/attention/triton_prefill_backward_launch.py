@@ -24,6 +24,7 @@ from anymla.ops.attention.triton_prefill_backward import (
 _DELTA_HEADS, _DELTA_WARPS = 2, 1  # 133 us for 4,096 tokens on an H200; 16 heads, 4 warps 189
 _SUM_CHANNELS = 512
 _LEAST_CHANNELS = 64  # of a part
+_MOST_CHANNELS = 512  # of all parts; a tail has those behind them
 _LEAST_K = 16  # of a matrix instruction
 _TOKENS = 1024  # looked at together by window_users_kernel
 
@@ -50,6 +51,7 @@ def prefill_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the contract."""
     tokens, heads, channels = q.shape
+    values = dout.shape[2]
     width = entries if lists is None else lists.shape[1]
     dq, drows, dsink = allocate(q, rows, gradients, drows)
     if mass is not None:
@@ -66,14 +68,15 @@ def prefill_attention_backward(
     delta, total = denominators(dout, out, lse, sink, delta, dsink)
 
     scale = channels**-0.5 if scale is None else scale
-    config = choose_config(heads, q.dtype, device_facts.target_of(q.device))
+    config = choose_config(heads, q.dtype, device_facts.target_of(q.device), channels)
     blocks = cdiv(heads, config.heads)
     parts = None if mass is None else mass.new_zeros(tokens, blocks, width)
     strides = dout.stride(0), dout.stride(1), q.stride(0), q.stride(1), rows.stride(0)
-    padded = _padded(channels)
+    padded = _padded(min(channels, _MOST_CHANNELS))
+    tail = _padded(channels - padded) if channels > padded else 0
     pieces = max(1, min(config.parts, padded // _LEAST_CHANNELS))
     fixed = {
-        "CHANNELS": channels, "BC": padded, "BH": config.heads,
+        "CHANNELS": channels, "VALUES": values, "BC": padded, "TAIL": tail, "BH": config.heads,
         "TRANSPOSED": config.transposed, "num_warps": config.num_warps,
     }  # fmt: skip
     kind = NOTHING if gradients == "queries" else COLUMNS if deterministic else ATOMICS

@@ -17,7 +17,7 @@ class AttentionGradients(NamedTuple):
     """Result of attention and its gradients, in float64.
 
     Attributes:
-        out: output of each head, [T, H, D].
+        out: output of each head, [T, H, V].
         lse: logarithm of the sum without the sink, [T, H]; -inf for a token without rows.
         dq: gradient of the queries, [T, H, D].
         drows: gradient of the rows, [N, D].
@@ -46,9 +46,9 @@ def attention_gradients(
     """Differentiate <dout, out> + <dlse, lse>.
 
     Args:
-        dout: gradient of the output, [T, H, D].
+        dout: gradient of the output, [T, H, V].
         q: queries of all heads, [T, H, D].
-        rows: rows that are key and value, [N, D].
+        rows: rows that are the key, and in their first V channels the value, [N, D].
         named: row numbers of each token, which count as often as they stand there; those outside
             [0, N) do not count.
         sink: one logit per head that carries no value, [H]; None for none.
@@ -83,7 +83,7 @@ def attention_gradients(
         lse = total.log() + top.squeeze(2)
         # A share of exp(lse) / (exp(lse) + exp(sink)) is left to the rows.
         p = weight * (torch.sigmoid(lse - logit) / total).unsqueeze(2)
-        out = (p * count.unsqueeze(1)) @ keys
+        out = (p * count.unsqueeze(1)) @ keys[:, : dout.shape[2]]
         loss = (dout * out).sum()
         if dlse is not None:
             loss = loss + torch.where(some, dlse.double() * lse, 0.0).sum()
