@@ -62,8 +62,9 @@ def delta_kernel(
         # Differences are formed before they are scaled: a sink times log2(e) may overflow.
         sink = tl.load(sink_ptr + head, there, other=0).to(tl.float32)
         top = tl.maximum(tl.maximum(lse, sink), LEAST)
+        # Triton takes a constant below 2^-126 for a double.
         sums = tl.exp2((lse - top) * LOG2E) + tl.exp2((sink - top) * LOG2E)
-        total = tl.where(top == float("inf"), top, top + tl.log2(tl.maximum(sums, 1e-38)) / LOG2E)
+        total = tl.where(top == float("inf"), top, top + tl.log2(tl.maximum(sums, 1e-37)) / LOG2E)
         finite = tl.abs(sink) < float("inf")
         share = tl.where(finite, tl.exp2((sink - tl.where(finite, total, 0)) * LOG2E), 0)
         # A token without rows has no output, whatever its gradient holds.
