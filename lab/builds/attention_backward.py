@@ -25,9 +25,7 @@ CHANNELS, V32_CHANNELS = 512, 576
 
 
 def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield named calls, with tensors on the meta device; Intel's GPUs take torch's products."""
-    if target.intel:
-        return
+    """Yield named calls, with tensors on the meta device."""
     for shape in (FLASH_SELECTED, FLASH_ALL, PRO_SELECTED, SPLIT_SELECTED):
         yield f"gradients, {shape}", functools.partial(_differentiate, shape)
     for word, options in (
@@ -43,7 +41,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
         (FLASH_SELECTED, {"deterministic": True}),  # its window too
         (V32_SELECTED, {"dtype": torch.float32}),
     ):
-        if "dtype" in options and not float32_fits(V32_CHANNELS, target):
+        if target.arc_a or ("dtype" in options and not float32_fits(V32_CHANNELS, target)):
             continue
         words = ", ".join(f"{name} {value}" for name, value in options.items())
         label = f"gradients, {shape}, keys of {V32_CHANNELS} channels {words}".rstrip()
@@ -106,6 +104,8 @@ def judgement(build: Build, target: Target) -> Judgement:
         # 64 channels spill none, and are 3 % slower.
         spills = 66 if build.constants["ROWS"] == COLUMNS.value else 34
         return Judgement(matrix=True, spills=spills)
+    if build.name in ("divided_backward_kernel", "divided_window_kernel"):
+        return Judgement(matrix=build.types["q_ptr"] != "*fp32")
     if build.name not in ("backward_kernel", "window_rows_kernel"):
         return Judgement()
     if build.types["q_ptr"] == "*fp32":

@@ -23,7 +23,7 @@ WINDOW_ROWS, WINDOW_HEADS = 64, 32
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """Tile of the gradients' kernel.
+    """Tile of the gradients' kernels.
 
     Attributes:
         heads: heads of a token that a CTA takes.
@@ -34,6 +34,8 @@ class BackwardConfig:
         transposed: True to make the addends to rows as [channels, rows]. wgmma reads q and dout
             from shared memory in either direction; mma.sync would load each of them twice.
         window_rows: rows of a window's tile, where their gradient is summed tile by tile.
+        divided: True for the kernels in which each warp has one of ``parts`` pieces of the channels
+            (``triton_prefill_backward_divided``).
     """
 
     heads: int
@@ -43,6 +45,7 @@ class BackwardConfig:
     parts: int = 1
     transposed: bool = False
     window_rows: int = 16
+    divided: bool = False
 
 
 def choose_config(
@@ -57,6 +60,8 @@ def choose_config(
         channels: channels D of queries and rows.
     """
     wide = channels > CHANNELS
+    if target.intel:
+        return _intel_config(heads, dtype, target, wide)
     # RDNA spills a third less of more channels with twice the warps.
     few = BackwardConfig(_LEAST_HEADS, 16, 16 if wide and target.narrow else 8)
     if dtype == torch.float32:
@@ -86,6 +91,22 @@ def choose_config(
     return few
 
 
+def _intel_config(heads: int, dtype: torch.dtype, target: Target, wide: bool) -> BackwardConfig:
+    """Choose a tile that spills nothing, as compiled for Max, Arc A and Arc B (docs/intel.md).
+
+    For Arc B and 16 bits, the tile of 32 heads has the fewest instructions a product and adds half
+    as often to rows; with 16 warps it spills 183 registers. More channels are 130 KiB of shared
+    memory there. In float32, 16 heads spill 46.
+    """
+    if target.arc_a:
+        return BackwardConfig(8, 8, 32, parts=16, window_rows=8, divided=True)
+    if dtype == torch.float32:
+        return BackwardConfig(8, 16, 32, parts=16, divided=True)
+    if heads > 16 and not wide:
+        return BackwardConfig(32, 16, 32, parts=16, divided=True)
+    return BackwardConfig(16, 16, 32 if wide else 16, parts=16, divided=True)
+
+
 def _fitting(heads: int, most: int) -> int:
     """Return the smallest power of two that holds ``heads``, within a matrix tile and ``most``."""
     return min(max(1 << max(heads - 1, 0).bit_length(), _LEAST_HEADS), most)
@@ -106,10 +127,14 @@ def triton_backward_support(
         return Support(False, f"q and rows must be of one dtype, got {q.dtype} and {rows.dtype}")
     if support and q.shape[2] > _MOST_CHANNELS:
         return Support(False, f"at most {_MOST_CHANNELS} channels, got {q.shape[2]}")
-    if support and target_of(q.device).intel:
-        return Support(False, "a token's heads and rows do not fit the registers of Intel's GPUs")
+    target = target_of(q.device)
+    if support and target.intel:
+        if q.shape[2] > CHANNELS and target.arc_a:
+            return Support(False, f"at most {CHANNELS} channels on Arc A, got {q.shape[2]}")
+        if dout.shape[2] > CHANNELS:
+            return Support(False, f"at most {CHANNELS} values on Intel's GPUs, got {dout.shape[2]}")
     if support and q.dtype == torch.float32:
-        if not float32_fits(q.shape[2], target_of(q.device)):
+        if not float32_fits(q.shape[2], target):
             return Support(False, f"at most {CHANNELS} channels of float32, got {q.shape[2]}")
         # No matrix instruction keeps float32; torch multiplies with the vendor's library instead.
         return dataclasses.replace(support, automatic=False)

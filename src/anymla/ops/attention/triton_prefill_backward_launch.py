@@ -20,6 +20,10 @@ from anymla.ops.attention.triton_prefill_backward import (
     window_rows_kernel,
     window_users_kernel,
 )
+from anymla.ops.attention.triton_prefill_backward_divided import (
+    divided_backward_kernel,
+    divided_window_kernel,
+)
 
 _DELTA_HEADS, _DELTA_WARPS = 2, 1  # 133 us for 4,096 tokens on an H200; 16 heads, 4 warps 189
 _SUM_CHANNELS = 512
@@ -68,17 +72,27 @@ def prefill_attention_backward(
     delta, total = denominators(dout, out, lse, sink, delta, dsink)
 
     scale = channels**-0.5 if scale is None else scale
-    config = choose_config(heads, q.dtype, device_facts.target_of(q.device), channels)
+    target = device_facts.target_of(q.device)
+    config = choose_config(heads, q.dtype, target, channels)
     blocks = cdiv(heads, config.heads)
     parts = None if mass is None else mass.new_zeros(tokens, blocks, width)
     strides = dout.stride(0), dout.stride(1), q.stride(0), q.stride(1), rows.stride(0)
     padded = _padded(min(channels, _MOST_CHANNELS))
     tail = _padded(channels - padded) if channels > padded else 0
-    pieces = max(1, min(config.parts, padded // _LEAST_CHANNELS))
     fixed = {
         "CHANNELS": channels, "VALUES": values, "BC": padded, "TAIL": tail, "BH": config.heads,
-        "TRANSPOSED": config.transposed, "num_warps": config.num_warps,
+        "num_warps": config.num_warps,
     }  # fmt: skip
+    of_tokens, of_windows = backward_kernel, window_rows_kernel
+    if config.divided:
+        of_tokens, of_windows = divided_backward_kernel, divided_window_kernel
+        fixed["PARTS"] = max(1, min(config.parts, padded // _LEAST_K))
+        fixed["WIDE"] = target.arc_a
+        parts_and_stages = {"num_stages": 1}
+    else:
+        fixed["TRANSPOSED"] = config.transposed
+        pieces = max(1, min(config.parts, padded // _LEAST_CHANNELS))
+        parts_and_stages = {"PARTS": pieces, "STAGES": config.num_stages}
     kind = NOTHING if gradients == "queries" else COLUMNS if deterministic else ATOMICS
     if kind is COLUMNS and window and len(rows):
         tiles = cdiv(len(rows), config.window_rows)
@@ -89,7 +103,7 @@ def prefill_attention_backward(
         )  # fmt: skip
         bounds(users, ranges)
         launch = PreparedLaunch(
-            window_rows_kernel, (tiles,), len(rows), window, heads, scale, *strides, **fixed,
+            of_windows, (tiles,), len(rows), window, heads, scale, *strides, **fixed,
             BN=config.window_rows, num_stages=1,
         )  # fmt: skip
         launch(drows, users, dout, q, rows, ranges, total, delta, lse, dlse)
@@ -99,22 +113,22 @@ def prefill_attention_backward(
     for start in range(0, tokens, step):
         chunk = slice(start, start + step)
         count = len(q[chunk])
-        target = drows
+        sums = drows
         if kind is COLUMNS:
-            target = drows.new_empty(count, blocks, width, channels)
+            sums = drows.new_empty(count, blocks, width, channels)
         some = None if lists is None else lists[chunk]
         launch = PreparedLaunch(
-            backward_kernel, (count, blocks), len(rows), window, width, heads, scale, *strides,
-            **fixed, BN=config.rows, QUERIES=gradients != "rows", ROWS=kind.value,
-            PARTS=pieces, STAGES=config.num_stages,
+            of_tokens, (count, blocks), len(rows), window, width, heads, scale, *strides,
+            **fixed, **parts_and_stages, BN=config.rows, QUERIES=gradients != "rows",
+            ROWS=kind.value,
         )  # fmt: skip
         launch(
-            dq[chunk] if gradients != "rows" else dq, target,
+            dq[chunk] if gradients != "rows" else dq, sums,
             None if parts is None else parts[chunk], dout[chunk], q[chunk], rows, ranges[chunk],
             some, total[chunk], delta[chunk], lse[chunk], None if dlse is None else dlse[chunk],
         )  # fmt: skip
         if kind is COLUMNS and width:
-            add_in_order(drows, target, *named_rows(ranges[chunk], some, 0, entries))
+            add_in_order(drows, sums, *named_rows(ranges[chunk], some, 0, entries))
     if mass is not None and parts is not None:
         mass.copy_(parts.sum(1))
     return dq, drows, dsink.sum(0)
