@@ -181,6 +181,16 @@ class BackwardConfig:
 
 def choose_backward_config(dtype: torch.dtype, target: Target) -> BackwardConfig:
     """Choose the tiles of the gradients for streams of a dtype on a target."""
+    if target.arc_a:  # which has no other kernel of these
+        return BackwardConfig(expand_columns=128, expand_warps=4)
+    if target.intel:
+        # As compiled for Max and Arc B, what has no products takes few values a thread, and these
+        # products spill nothing; with 32 channels they spill 107 registers, with 4 warps those of
+        # float32 54.
+        return BackwardConfig(
+            expand_columns=64, collapse_warps=16, columns=16,
+            num_warps=8 if dtype == torch.float32 else 4,
+        )  # fmt: skip
     # mma.sync holds the weights of all streams in registers, of which RDNA has the fewest; wgmma
     # reads them from shared memory.
     wgmma = target.name == "sm_90" and dtype == torch.bfloat16
