@@ -84,6 +84,45 @@ def test_packed_is_alone_bit_for_bit(heads):
             assert torch.equal(one, other[number])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_keys_of_576_channels_whose_first_512_are_the_value(heads, deterministic):
+    """V3.2's sizes, through autograd, beside torch's gradients of the same output."""
+    torch.manual_seed(0)
+    device = a_device()
+    q = torch.randn(70, heads, 576, device=device).bfloat16().requires_grad_()
+    kv = torch.randn(900, 576, device=device).bfloat16().requires_grad_()
+    sink = torch.randn(heads, device=device).requires_grad_()
+    lists = torch.randint(-3, 905, (70, 333), device=device).int()
+    options = {"scale": 192**-0.5, "value_dim": 512, "deterministic": deterministic}
+    with torch.enable_grad():
+        out, lse = train.sparse_attention(q, kv, lists, sink, **options)
+        dout = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, kv, sink), dout)
+    ranges = torch.zeros(70, 4, dtype=torch.int32, device=device)
+    ranges[:, 3] = 333
+    arguments = (dout, q.detach(), kv.detach(), ranges, lists, out.detach(), lse.detach())
+    call = {"window": 0, "sink": sink.detach(), "scale": 192**-0.5}
+    assert prefill_attention_backward.explain(*arguments, **call)[0] == "triton"
+    want = prefill_attention_backward(*arguments, **call, backend="torch")
+    assert max(relative_l2(one, other) for one, other in zip(got, want, strict=True)) < 6e-3
+
+
+def test_windows_of_576_channels():
+    """Rows of windows, summed tile by tile, of which the last tile is not whole."""
+    torch.manual_seed(0)
+    device = a_device()
+    q, dout = (torch.randn(50, 20, channels, device=device).bfloat16() for channels in (576, 512))
+    rows = torch.randn(77, 576, device=device).bfloat16()
+    token = torch.arange(50, device=device, dtype=torch.int32)
+    ranges = torch.stack((token, token % 40, 0 * token, 0 * token), 1)
+    lse = torch.randn(50, 20, device=device) + 3
+    arguments = (dout, q, rows, ranges, None, dout, lse)
+    want = prefill_attention_backward(*arguments, window=32, backend="torch")
+    got = prefill_attention_backward(*arguments, window=32, deterministic=True, backend="triton")
+    assert max(relative_l2(one, other) for one, other in zip(got[:2], want, strict=False)) < 6e-3
+
+
 def test_rows_behind_2_to_the_31_elements():
     device, dim, heads = a_device(), 512, 16
     far = 2**31 // dim + 1000
