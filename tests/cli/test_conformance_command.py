@@ -13,7 +13,12 @@ from anymla.cli.main import main
 from anymla.engines.vllm.answers import EngineFailed, Reply
 from anymla.formats.page_layout import MAIN_FP8
 from anymla.model.tokenizer import Tokenizer
-from anymla.ops.attention import CacheRows, sparse_attention, sparse_attention_rows
+from anymla.ops.attention import (
+    CacheRows,
+    prefill_attention_backward,
+    sparse_attention,
+    sparse_attention_rows,
+)
 from anymla.ops.device import triton_version
 from anymla.testing.conformance.faults.fault import Fault
 from anymla.testing.conformance.isolated import Request, run_isolated
@@ -84,6 +89,38 @@ class FakeFlashMla:
             listed = kv[torch.where(inside, indices, 0).long().flatten(), 0]
             out = out + 0 * torch.where(inside.flatten().unsqueeze(1), listed, 0).sum()
         return out, lse, torch.where(lse == -math.inf, math.inf, lse)
+
+
+class FakeCudnn:
+    """cuDNN frontend's signature and conventions; ``delta`` forgets the sink if it is faulty."""
+
+    def __init__(self, *, faulty: bool):
+        self.faulty = faulty
+
+    def sparse_attention_backward_wrapper(
+        self, q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale=None
+    ):
+        assert q.shape[1] in (64, 128)
+        assert topk_idxs.shape[1] % 64 == 0
+        assert ((topk_idxs >= -1) & (topk_idxs < len(kv))).all()
+        ranges = torch.zeros(len(q), 4, dtype=torch.int32)
+        ranges[:, 3] = topk_idxs.shape[1]
+        if self.faulty:
+            out = out * (1 + torch.exp(attn_sink - lse)).unsqueeze(2).to(out.dtype)
+        found = prefill_attention_backward(
+            dout, q, kv, ranges, topk_idxs, out, lse, window=0, sink=attn_sink,
+            scale=softmax_scale, backend="torch",
+        )  # fmt: skip
+        return dict(zip(("dq", "dkv", "d_sink"), found, strict=True))
+
+
+def _cudnn_adapter(*, faulty: bool):
+    from anymla.testing.conformance.adapters.cudnn_frontend import adapter_of
+
+    return adapter_of(FakeCudnn(faulty=faulty), "fake", needs_gpu=False)
+
+
+GOOD_CUDNN, FAULTY_CUDNN = _cudnn_adapter(faulty=False), _cudnn_adapter(faulty=True)
 
 
 def _fake_adapter(leak: bool):
@@ -228,7 +265,7 @@ def test_a_crash_and_a_hang_are_one_cases_outcome(monkeypatch) -> None:
         (("--case", "Z9"), "--case Z9: there are L1, L2"),
         (
             ("--against", "nobody"),
-            "expected one of flash_mla, deep_gemm, vllm_xpu, compat, or module:",
+            "expected one of flash_mla, deep_gemm, cudnn_frontend, vllm_xpu, compat, or module:",
         ),
         (("--against", "torch:nothing_here"), "has no attribute 'nothing_here'"),
         (("--against", "torch:topk"), "topk is no operation of this package; name one with"),
@@ -286,6 +323,18 @@ def test_a_library_with_flash_mlas_conventions_passes() -> None:
     assert result.exit_code == 0, result.output
     assert "6 passed" in result.output
     assert "fake: the adapter translates" in result.output
+
+
+def test_gradients_of_another_library_are_judged() -> None:
+    chosen = [word for number in range(1, 10) for word in ("--case", f"T{number}")]
+    words = ("--jobs", 0, "--device", "cpu", *chosen)
+    result = conformance("--against", here("GOOD_CUDNN"), *words)
+    assert result.exit_code == 0, result.output
+    assert "3 passed, 0 failed" in result.output
+    assert "has no deterministic gradients" in result.output
+    result = conformance("--against", here("FAULTY_CUDNN"), *words)
+    assert result.exit_code == 1
+    assert "ordinary sink: dq is off by" in result.output
 
 
 def test_a_nan_row_beyond_the_length_is_shown() -> None:

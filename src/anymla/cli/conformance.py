@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 @click.option(
     "--against",
     metavar="LIBRARY",
-    help="flash_mla, deep_gemm, vllm_xpu, compat, or module:function[=operation]: judge it "
-    "instead.",
+    help="flash_mla, deep_gemm, cudnn_frontend, vllm_xpu, compat, or module:function[=operation]: "
+    "judge it instead.",
 )
 @click.option("--case", "chosen", metavar="ID", multiple=True, help="Only this case; repeatable.")
 @click.option(

@@ -18,7 +18,7 @@ from anymla.ops.registry import BackendUnavailable
 from anymla.testing.conformance.registry import Case
 from anymla.testing.tolerance import Bound
 
-_KNOWN = ("flash_mla", "deep_gemm", "vllm_xpu", "compat")
+_KNOWN = ("flash_mla", "deep_gemm", "cudnn_frontend", "vllm_xpu", "compat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +60,11 @@ def load_adapter(against: str) -> Adapter:
     """Find a library's adapter by name.
 
     Args:
-        against: "flash_mla", "deep_gemm", "vllm_xpu", "compat" (this package's own stand-ins for
-            the first two), or "module:attribute", where the attribute is an ``Adapter``, a mapping
-            from operations to callables, or a callable that stands in for the operation of its own
-            name ("module:attribute=operation" for another's). Those take the operation's
-            arguments. Modules of the working directory are found as well.
+        against: "flash_mla", "deep_gemm", "cudnn_frontend", "vllm_xpu", "compat" (this package's
+            own stand-ins for the first two), or "module:attribute", where the attribute is an
+            ``Adapter``, a mapping from operations to callables, or a callable that stands in for
+            the operation of its own name ("module:attribute=operation" for another's). Those take
+            the operation's arguments. Modules of the working directory are found as well.
 
     Raises:
         BackendUnavailable: the library is not installed, or cannot be loaded here.
