@@ -133,7 +133,7 @@ def judgement(build: Build, target: Target) -> Judgement:
     """Return the accepted spills, and the matrix instructions that must be in the code."""
     if build.name == "prefill_kernel":
         return attention_prefill.judgement(build, target)
-    if build.module.endswith("_backward"):
+    if "_backward" in build.module:
         return attention_backward.judgement(build, target)
     if build.name == "decode_m64_kernel":
         # At the ends of splits and in the bf16 fallback, three in the producers' loop.

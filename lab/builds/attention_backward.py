@@ -105,11 +105,13 @@ def judgement(build: Build, target: Target) -> Judgement:
         spills = 66 if build.constants["ROWS"] == COLUMNS.value else 34
         return Judgement(matrix=True, spills=spills)
     if build.name in ("divided_backward_kernel", "divided_window_kernel"):
-        return Judgement(matrix=build.types["q_ptr"] != "*fp32")
+        # Accepted of RDNA; float32 has no matrix instructions, and torch is chosen.
+        single = build.types["q_ptr"] == "*fp32"
+        return Judgement(matrix=not single, spills=256 if single else 12)
     if build.name not in ("backward_kernel", "window_rows_kernel"):
         return Judgement()
     if build.types["q_ptr"] == "*fp32":
         # No matrix instructions; torch is chosen unless Triton is named.
-        return Judgement(spills=1250 if target.narrow else 900)
-    # Sums of dq for 512 channels fill most registers, on RDNA all of them.
-    return Judgement(matrix=True, spills=550 if target.narrow else 100)
+        return Judgement(spills=900)
+    # Sums of dq for 512 channels fill most registers.
+    return Judgement(matrix=True, spills=100)

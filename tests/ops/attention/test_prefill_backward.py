@@ -310,7 +310,7 @@ def test_calls_that_triton_leaves_to_torch(monkeypatch):
     assert "of one dtype" in triton_backward_support(case.q, case.q, case.rows.bfloat16()).reason
     monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["xpu_bmg"])
     assert answer() == Support(True)
-    assert "at most 512 values on Intel" in answer(dim=576).reason
+    assert "at most 512 values where warps divide" in answer(dim=576).reason
     case = small(19, torch.bfloat16, dim=576)
     assert triton_backward_support(case.q[..., :512], case.q, case.rows) == Support(True)
     monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["xpu_dg2"])
