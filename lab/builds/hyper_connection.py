@@ -47,7 +47,7 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"V4.1-Flash, {tokens} tokens", functools.partial(_delayed, V41_FLASH, tokens)
     for dtype in (torch.bfloat16, torch.float32):
         label = f"V4-Flash, gradients, {dtype_name(dtype)}"
-        yield label, functools.partial(_differentiate, V4_FLASH, dtype, sites=not target.arc_a)
+        yield label, functools.partial(_differentiate, V4_FLASH, dtype)
     for dtype in (torch.float16, torch.float32):
         for tokens in (1, 33, 129, 513):
             label = f"V4-Flash, {tokens} tokens, {dtype_name(dtype)}"
@@ -84,14 +84,12 @@ def _delayed(shape: StreamsShape, tokens: int) -> None:
     hc_post(u, h, pre, float32((tokens, n, n)))
 
 
-def _differentiate(shape: StreamsShape, dtype: torch.dtype, *, sites: bool) -> None:
+def _differentiate(shape: StreamsShape, dtype: torch.dtype) -> None:
     """Differentiate the expansion of many tokens, a site, a delayed site's gates and the head."""
     tokens, n, d = 4096, shape.streams, shape.hidden
     h, u = empty((tokens, n, d), dtype=dtype), empty((tokens, d), dtype=dtype)
     post, comb, options = float32((tokens, n)), float32((tokens, n, n)), {**_EPS, "iters": 20}
     hc_post_backward(h, u, h, post, comb)
-    if not sites:
-        return
     site = h, *_weights(shape, shape.mixes, 3)
     hc_pre_backward(*site, u, None, post, comb, norm_weight=float32(d), **options)
     hc_pre_backward(*site, None, post, post, comb, **options)

@@ -1,16 +1,10 @@
 """One small call of every operation, compiled and run on a CPU, beside the torch backend."""
 
 import pytest
-from agreement import NAMES as ALL_NAMES
-from agreement import assert_backends_agree
+from agreement import NAMES, assert_backends_agree
 from sample_calls import operations
 
 from anymla.ops import device as device_facts
-from anymla.ops.registry import BackendUnavailable
-
-# Kernels are tiled as for Arc A here, which Triton's refuse; torch computes them there.
-REFUSED = {"hc_pre_backward": "fit the registers of Arc A"}
-NAMES = [name for name in ALL_NAMES if name not in REFUSED]
 
 
 @pytest.fixture
@@ -27,12 +21,6 @@ def _forget():
     device_facts.target_of.cache_clear()
     for operation in operations().values():
         operation.forget()
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_triton_refuses_is_refused_by_name(runtime, name):
-    with pytest.raises(BackendUnavailable, match=REFUSED[name]):
-        assert_backends_agree(name)
 
 
 @pytest.mark.parametrize("name", NAMES)

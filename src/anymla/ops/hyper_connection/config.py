@@ -166,6 +166,7 @@ class BackwardConfig:
         columns: channels of that tile, in each stream.
         num_warps: warps of its CTA.
         ctas: largest number of its CTAs for which tokens are split.
+        alone: True if each of its CTAs differentiates one stream.
     """
 
     expand_columns: int = 256
@@ -177,12 +178,16 @@ class BackwardConfig:
     columns: int = 32
     num_warps: int = 4
     ctas: int = 1024
+    alone: bool = False
 
 
 def choose_backward_config(dtype: torch.dtype, target: Target) -> BackwardConfig:
     """Choose the tiles of the gradients for streams of a dtype on a target."""
-    if target.arc_a:  # which has no other kernel of these
-        return BackwardConfig(expand_columns=128, expand_warps=4)
+    if target.arc_a:
+        return BackwardConfig(
+            expand_columns=128, expand_warps=4, collapse_columns=1024, collapse_warps=16,
+            together=16, columns=16, num_warps=16, alone=True,
+        )  # fmt: skip
     if target.intel:
         # As compiled for Max and Arc B, what has no products takes few values a thread, and these
         # products spill nothing; with 32 channels they spill 107 registers, with 4 warps those of

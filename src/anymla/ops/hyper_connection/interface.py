@@ -488,16 +488,7 @@ for _operation in (hc_gates, hc_collapse_norm):
     _operation.register_lazy("triton", f"{_TRITON}delayed", supports=float32_support)
 
 
-def _site_gradient_support(h: Tensor, *args: object, **keywords: object) -> Support:
-    """Return support of an ``hc_pre_backward`` call by backend "triton"."""
-    support = float32_support(h, *args, **keywords)
-    if support and target_of(h.device).arc_a:
-        return Support(False, "a tile of all streams does not fit the registers of Arc A")
-    return support
-
-
 for _gradient in (hc_pre_backward, hc_post_backward):
     _gradient.register_lazy("reference", f"{_FAMILY}.reference")
     _gradient.register_lazy("torch", f"{_FAMILY}.torch_backward")
-hc_pre_backward.register_lazy("triton", f"{_TRITON}backward", supports=_site_gradient_support)
-hc_post_backward.register_lazy("triton", f"{_TRITON}backward", supports=float32_support)
+    _gradient.register_lazy("triton", f"{_TRITON}backward", supports=float32_support)

@@ -270,13 +270,14 @@ def comb_backward_kernel(
     matrix is what it became, times what it was divided by.
     """
     rows = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    inside = rows < tokens
+    # Lanes behind the last token compute it again, so that no mask takes registers.
+    rows = tl.minimum(rows, tokens - 1)
+    inside = rows >= 0
     table = PartialMixes(mixed, mix_token, 0, mix_stride)
     square = lane_sums(table, rows, inside, 1.0, MIXES, 1, 1)[0]
     inverse = tl.rsqrt(square / (N * D) + norm_eps)
     mixes = lane_sums(table, rows, inside, inverse, 2 * N, N * N, 1)
     constants = load_constants(Site(base, scale, norm_eps, hc_eps), 2, 2 * N, N * N)
-    g = load_columns(dcomb, rows, inside, N * N)
     p = ()
     for i in tl.static_range(N):
         logits = ()
@@ -291,23 +292,24 @@ def comb_backward_kernel(
     for step in range(iters - 1):
         at = sums + (2 * N * step) * tokens + rows
         totals = _totals(x, hc_eps, True, N)
+        for k in tl.static_range(N):
+            tl.store(at + k * tokens, totals[k])
         x = _divided_by_rows(x, hc_eps, N)
-        for k in tl.static_range(N):
-            tl.store(at + k * tokens, totals[k], inside)
         totals = _totals(x, hc_eps, False, N)
-        x = _divided_by_columns(x, hc_eps, N)
         for k in tl.static_range(N):
-            tl.store(at + (N + k) * tokens, totals[k], inside)
+            tl.store(at + (N + k) * tokens, totals[k])
+        x = _divided_by_columns(x, hc_eps, N)
     tl.debug_barrier()
+    g = load_columns(dcomb, rows, inside, N * N)
     for step in range(iters - 1):
         at = sums + (2 * N * (iters - 2 - step)) * tokens + rows
         totals = ()
         for k in tl.static_range(N):
-            totals += (tl.load(at + (N + k) * tokens, inside, other=1.0),)
+            totals += (tl.load(at + (N + k) * tokens),)
         g, x = _unbalance(g, x, totals, False, N)
         totals = ()
         for k in tl.static_range(N):
-            totals += (tl.load(at + k * tokens, inside, other=1.0),)
+            totals += (tl.load(at + k * tokens),)
         g, x = _unbalance(g, x, totals, True, N)
     g, x = _unbalance(g, x, first, False, N)
     for i in tl.static_range(N):
@@ -317,7 +319,7 @@ def comb_backward_kernel(
         total = _sum(products, 0, 1, N)
         for j in tl.static_range(N):
             at = dlogits + (i * N + j) * tokens + rows
-            tl.store(at, p[i * N + j] * (g[i * N + j] - total), inside)
+            tl.store(at, p[i * N + j] * (g[i * N + j] - total))
 
 
 @triton.jit(do_not_specialize=["tokens", "mix_token", "mix_stride"])
@@ -429,21 +431,25 @@ def streams_backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
+    ALONE: tl.constexpr,
 ):
     """Compute dh of COLUMNS channels of ``span`` tokens, and the sums over these tokens.
 
     ``dfn`` [splits, MIXES, N D] and ``dnorm`` [splits, D] take sums of the span. With SPLIT, fn and
-    draw are a high and a low part in the streams' dtype, one behind the other.
+    draw are a high and a low part in the streams' dtype, one behind the other. With ALONE, a CTA
+    differentiates one stream, of as many as the grid's third axis has.
     """
     d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
+    one = tl.program_id(2) if ALONE else 0
+    COUNT: tl.constexpr = 1 if ALONE else N
     mix = tl.arange(0, P)
     fits = (mix < MIXES)[:, None] & (d < D)[None, :]
     sums = ()
     weights = ()
-    for i in tl.static_range(N):
+    for i in tl.static_range(COUNT):
         sums += (tl.zeros((COLUMNS, P), tl.float32),)
-        of_stream = fn + (mix * (N * D))[:, None] + (i * D + d)[None, :]
+        of_stream = fn + (mix * (N * D))[:, None] + ((one + i) * D + d)[None, :]
         if SPLIT:
             low = tl.load(of_stream + MIXES * (N * D), fits, other=0.0)
             weights += ((tl.load(of_stream, fits, other=0.0), low),)
@@ -474,13 +480,18 @@ def streams_backward_kernel(
                 y = widen(y.to(h.dtype.element_ty))
                 weight_sums += tl.sum(g * y * n, 0)
                 g = n * weight * g - tl.load(state + N + 1, inside, other=0.0)[:, None] * y
+        if ALONE:
+            at = (rows * token_stride)[:, None] + d[None, :]
+            streams = (tl.load(h + one * stream_stride + at, mask, other=0.0),)
+            if dy is not None:
+                pre = (tl.load(state + one, inside, other=0.0)[:, None],)
         added = ()
-        for i in tl.static_range(N):
+        for i in tl.static_range(COUNT):
             total = -pull * widen(streams[i])
             if dy is not None:
                 total += pre[i] * g
             total = _product(rates, weights[i], total)
-            at = dh + (rows * (N * D))[:, None] + (i * D + d)[None, :]
+            at = dh + (rows * (N * D))[:, None] + ((one + i) * D + d)[None, :]
             tl.store(at, total.to(dh.dtype.element_ty), mask)
             transposed = tl.trans(streams[i] if SPLIT else widen(streams[i]))
             # Tensor cores truncate when they add to a sum.
@@ -489,11 +500,12 @@ def streams_backward_kernel(
                 part = tl.dot(transposed, rates[1], part)
             added += (sums[i] + part,)
         sums = added
-    for i in tl.static_range(N):
-        at = dfn + (split.to(tl.int64) * MIXES + mix[None, :]) * (N * D) + (i * D + d)[:, None]
-        tl.store(at, sums[i], (mix < MIXES)[None, :] & (d < D)[:, None])
+    for i in tl.static_range(COUNT):
+        at = (split.to(tl.int64) * MIXES + mix[None, :]) * (N * D) + ((one + i) * D + d)[:, None]
+        tl.store(dfn + at, sums[i], (mix < MIXES)[None, :] & (d < D)[:, None])
     if norm_weight is not None:
-        tl.store(dnorm + split * D + d, weight_sums, d < D)
+        # All streams' CTAs have the same sums.
+        tl.store(dnorm + split * D + d, weight_sums, (d < D) & (one == 0))
 
 
 def hc_pre_backward(
@@ -526,7 +538,8 @@ def hc_pre_backward(
         None if x is None else x.contiguous() for x in (dy, dpre, dpost, dcomb, norm_weight)
     )
     config = choose_backward_config(h.dtype, target_of(device))
-    split = h.dtype == torch.bfloat16
+    # Arc A multiplies in float32.
+    split = h.dtype == torch.bfloat16 and not target_of(device).arc_a
     mixed = (launch_many(h, fn) if takes_many_tokens(h) else launch_mix(h, fn)).sum(1)
     launches = _site(
         (tuple(h.shape), h.stride()), mixed.stride(),
@@ -600,7 +613,8 @@ def _site(
     span = cdiv(cdiv(tokens, splits), config.rows) * config.rows
     splits = cdiv(tokens, span)
     streams = PreparedLaunch(
-        streams_backward_kernel, (cdiv(d, columns), splits), tokens, span, *strides[:2], **fixed,
-        P=many, ROWS=config.rows, COLUMNS=columns, SPLIT=split, num_warps=config.num_warps,
+        streams_backward_kernel, (cdiv(d, columns), splits, n if config.alone else 1), tokens,
+        span, *strides[:2], **fixed, P=many, ROWS=config.rows, COLUMNS=columns, SPLIT=split,
+        ALONE=config.alone, num_warps=config.num_warps,
     )  # fmt: skip
     return _Launches(collapse, comb, back, streams, splits)
