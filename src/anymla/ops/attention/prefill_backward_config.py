@@ -34,6 +34,7 @@ class BackwardConfig:
         transposed: True to make the addends to rows as [channels, rows]. wgmma reads q and dout
             from shared memory in either direction; mma.sync would load each of them twice.
         window_rows: rows of a window's tile, where their gradient is summed tile by tile.
+        window_warps: warps of that tile's CTA; 0 for ``num_warps``.
         divided: True for the kernels in which each warp has one of ``parts`` pieces of the channels
             (``triton_prefill_backward_divided``).
     """
@@ -45,6 +46,7 @@ class BackwardConfig:
     parts: int = 1
     transposed: bool = False
     window_rows: int = 16
+    window_warps: int = 0
     divided: bool = False
 
 
@@ -106,7 +108,9 @@ def _intel_config(heads: int, dtype: torch.dtype, target: Target, wide: bool) ->
         return BackwardConfig(8, 16, 32, parts=16, divided=True)
     if heads > 16 and not wide:
         return BackwardConfig(32, 16, 32, parts=16, divided=True)
-    return BackwardConfig(16, 16, 32 if wide else 16, parts=16, divided=True)
+    # With 16 warps a window's tile of more channels spills 31, with 32 the other one 11.
+    window_warps = 32 if wide else 16
+    return BackwardConfig(16, 16, 16, parts=16, window_warps=window_warps, divided=True)
 
 
 def _fitting(heads: int, most: int) -> int:

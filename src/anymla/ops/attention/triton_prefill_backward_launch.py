@@ -81,7 +81,6 @@ def prefill_attention_backward(
     tail = _padded(channels - padded) if channels > padded else 0
     fixed = {
         "CHANNELS": channels, "VALUES": values, "BC": padded, "TAIL": tail, "BH": config.heads,
-        "num_warps": config.num_warps,
     }  # fmt: skip
     of_tokens, of_windows = backward_kernel, window_rows_kernel
     if config.divided:
@@ -104,7 +103,7 @@ def prefill_attention_backward(
         bounds(users, ranges)
         launch = PreparedLaunch(
             of_windows, (tiles,), len(rows), window, heads, scale, *strides, **fixed,
-            BN=config.window_rows, num_stages=1,
+            BN=config.window_rows, num_stages=1, num_warps=config.window_warps or config.num_warps,
         )  # fmt: skip
         launch(drows, users, dout, q, rows, ranges, total, delta, lse, dlse)
     step = tokens
@@ -120,7 +119,7 @@ def prefill_attention_backward(
         launch = PreparedLaunch(
             of_tokens, (count, blocks), len(rows), window, width, heads, scale, *strides,
             **fixed, **parts_and_stages, BN=config.rows, QUERIES=gradients != "rows",
-            ROWS=kind.value,
+            ROWS=kind.value, num_warps=config.num_warps,
         )  # fmt: skip
         launch(
             dq[chunk] if gradients != "rows" else dq, sums,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anymla.ops._quantized import check_codes
-from anymla.ops.device import Support, float32_support, target_of
+from anymla.ops.device import float32_support
 from anymla.ops.registry import FLOAT32_UP, FLOATS, check, operation, require, wide_dtype
 
 
