@@ -85,11 +85,11 @@ def calls(target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
                 if choose_sm90_config(shape, formats.quant_block) is not None:
                     yield _label(shape, formats), functools.partial(_experts, shape, formats)
         # Every block size of W4A8, with all experts on one device.
-        many = itertools.product((flash, pro, v41), (512, 1024, 2048, 4096))
-        for shape in (sized(tokens) for sized, tokens in many):
-            formats = _V41 if sized is v41 else _V4
-            call = functools.partial(_experts, shape, formats)
-            yield _label(shape, formats) + ", W4A8", call
+        sizes = itertools.product((flash, pro), (512, 1024, 2048, 4096))
+        many = [(sized, _V4, tokens) for sized, tokens in sizes]
+        for sized, formats, tokens in [*many, (v41, _V41, 512), (v41, _V41, 1024)]:
+            call = functools.partial(_experts, sized(tokens), formats, "gluon_sm90")
+            yield _label(sized(tokens), formats) + ", W4A8", call
         yield from _experts_calls(None)
         yield from _v41_calls(None)
         yield from _channels_calls(None)
