@@ -322,12 +322,12 @@ def prefill_attention_backward(
 
         dq[t, h] = scale sum_j ds[j] row[j]
         drows[n] = sum over all (t, h, j) that name row n of  scale ds[j] q[t, h] + p[j] dout[t, h]
-                   (the second term in the first V channels alone)
         dsink[h] = -sum_t exp(sink[h] - L[t, h]) delta[t, h]
 
-    A row that is named twice counts twice. A row that is named by no token has gradient 0, whatever
-    lies in it. A token without rows has gradient 0 and adds nothing; sinks of -inf and +inf have
-    gradient 0, and with +inf nothing but dlse reaches q and rows.
+    p[j] dout[t, h] is added to the first V channels alone. A row that is named twice counts twice.
+    A row that is named by no token has gradient 0, whatever lies in it. A token without rows has
+    gradient 0 and adds nothing; sinks of -inf and +inf have gradient 0, and with +inf nothing but
+    dlse reaches q and rows.
 
     Args:
         dout: gradient of the output, [T, H, V] of q's dtype, where V is ``prefill_attention``'s
