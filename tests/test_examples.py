@@ -53,6 +53,7 @@ ELSEWHERE = {
     "--flash-mla": "needs FlashMLA",
     "xpu": "needs an Intel GPU",
     "flash_mla": "needs FlashMLA",
+    "cudnn_frontend": "needs cuDNN frontend and a Hopper GPU",
     "--vllm": "needs vLLM",
     "gpu": "needs a GPU",
     "--timeline": "needs a GPU",
@@ -65,6 +66,7 @@ ELSEWHERE = {
     "vllm": "needs vLLM",
     "mypackage.attention:sparse_attention": "the reader's own package",
     "mypackage.attention:decode=sparse_attention": "the reader's own package",
+    "mypackage.kernels:backward=prefill_attention_backward": "the reader's own package",
 }
 # Added to commands that take minutes: other tests run the whole of them.
 SHORTER = {
