@@ -33,11 +33,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anymla.ops._gluon import view
 from anymla.ops._gluon_ptx import gdc_launch_dependents, gdc_wait
-from anymla.ops.moe.gluon_sm90_grouped_gemm import _decode_e2m1, _decode_scales
+from anymla.ops.moe.gluon_sm90_grouped_gemm import (
+    _as_column,
+    _decode_e2m1,
+    _decode_scales,
+    _split2,
+    _split4,
+)
 from anymla.ops.moe.gluon_sm90_w4a8_gemm import (
     _clamped_swiglu,
     _pair_weights,
-    _split4,
     _store,
     _tiles_of_cta,
     _work_tile,
@@ -125,11 +130,11 @@ def _produce(
 
 @gluon.jit
 def _store_factors(ring, step, first, second, STAGES: gl.constexpr):
-    """Store a stage's factors, of a word [128] for each of its halves; return the next step."""
+    """Store a stage's factors, of words [128, 1] for each of its halves; return the next step."""
     s = step % STAGES
     mbarrier.wait(ring.empty.index(s), ((step // STAGES) & 1) ^ 1)
-    ring.factors_stored.index(2 * s).store(_decode_scales(gl.expand_dims(first, 1)))
-    ring.factors_stored.index(2 * s + 1).store(_decode_scales(gl.expand_dims(second, 1)))
+    ring.factors_stored.index(2 * s).store(_decode_scales(first))
+    ring.factors_stored.index(2 * s + 1).store(_decode_scales(second))
     mbarrier.arrive(ring.full.index(s), count=1)
     return step + 1
 
@@ -172,7 +177,7 @@ def _convert_scales(
                 step = _store_factors(ring, step, w0, w1, STAGES)
                 step = _store_factors(ring, step, w2, w3, STAGES)
             else:
-                w0, w1 = gl.split(words)
+                w0, w1 = _split2(words)
                 step = _store_factors(ring, step, w0, w1, STAGES)
             words, second = second, third
 
@@ -186,29 +191,13 @@ def _rows_of_both(a, b):
 
 
 @gluon.jit
-def _quarter(words, i: gl.constexpr):
-    """Return columns 4 i to 4 i + 3 of [32, 16]."""
-    halves = gl.permute(gl.reshape(words, [32, 2, 2, 4]), (0, 3, 2, 1))
-    lower, upper = gl.split(halves)
-    half = lower if i < 2 else upper
-    first, second = gl.split(half)
-    return first if i % 2 == 0 else second
-
-
-@gluon.jit
-def _multiply(a, b, x, i: gl.constexpr, ACC: gl.constexpr, N: gl.constexpr):
-    """Issue product i of 32 channels of a and b [32, 16] with x [N, 128]."""
+def _multiply(words, x, i: gl.constexpr, ACC: gl.constexpr, N: gl.constexpr):
+    """Issue product i of half a stage, of words [64, 4] with 32 channels of x [N, 128]."""
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=4)
-    codes = gl.convert_layout(_decode_e2m1(_rows_of_both(_quarter(a, i), _quarter(b, i))), A)
     some = x.slice(32 * i, 32, 1).permute((1, 0))
     zero = gl.zeros([64, N], gl.float32, ACC)
+    codes = gl.convert_layout(_decode_e2m1(words), A)
     return warpgroup_mma(codes, some, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _column(factor, ACC: gl.constexpr):
-    """Lay out [64] like the rows of sums."""
-    return gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
 
 
 @gluon.jit
@@ -227,22 +216,23 @@ def _add_products(
     a = ring.codes.index(4 * t + CONSUMER).load(WORDS)
     b = ring.codes.index(4 * t + 2 + CONSUMER).load(WORDS)
     x = ring.x.index(t)
-    p0 = _multiply(a, b, x, 0, ACC, N)
-    p1 = _multiply(a, b, x, 1, ACC, N)
-    p2 = _multiply(a, b, x, 2, ACC, N)
-    p3 = _multiply(a, b, x, 3, ACC, N)
+    w0, w1, w2, w3 = _split4(_rows_of_both(a, b))
+    p0 = _multiply(w0, x, 0, ACC, N)
+    p1 = _multiply(w1, x, 1, ACC, N)
+    p2 = _multiply(w2, x, 2, ACC, N)
+    p3 = _multiply(w3, x, 3, ACC, N)
     f0, f1, f2, f3 = _split4(ring.factors.index(2 * t + CONSUMER).load(FACTORS))
     p0, p1, p2, p3 = warpgroup_mma_wait(0, deps=[p0, p1, p2, p3])
     # The pairs' scales are loaded only now: products take most registers.
     if QUANT == 128:
-        total = p0 * _column(f0, ACC) + p1 * _column(f1, ACC)
-        total = total + p2 * _column(f2, ACC) + p3 * _column(f3, ACC)
+        total = p0 * _as_column(f0, ACC) + p1 * _as_column(f1, ACC)
+        total = total + p2 * _as_column(f2, ACC) + p3 * _as_column(f3, ACC)
         return sums + total * _x_scale(ring, t, ACC)
     else:
-        sums += p0 * _column(f0, ACC) * _x_scale(ring, 4 * t, ACC)
-        sums += p1 * _column(f1, ACC) * _x_scale(ring, 4 * t + 1, ACC)
-        sums += p2 * _column(f2, ACC) * _x_scale(ring, 4 * t + 2, ACC)
-        return sums + p3 * _column(f3, ACC) * _x_scale(ring, 4 * t + 3, ACC)
+        sums += p0 * _as_column(f0, ACC) * _x_scale(ring, 4 * t, ACC)
+        sums += p1 * _as_column(f1, ACC) * _x_scale(ring, 4 * t + 1, ACC)
+        sums += p2 * _as_column(f2, ACC) * _x_scale(ring, 4 * t + 2, ACC)
+        return sums + p3 * _as_column(f3, ACC) * _x_scale(ring, 4 * t + 3, ACC)
 
 
 @gluon.jit
