@@ -1,4 +1,4 @@
-"""Grouped GEMM of MXFP4 experts on Hopper by the FP8 instruction (W4A8).
+"""Grouped GEMM of MXFP4 experts on Hopper for blocks of 64 or 128 pairs (W4A8, scaled codes).
 
     work tile   128 rows of an expert's weights (64 of w1 and the same 64 of w3, or 128 of w2) for a
                 block of N pairs; CTAs are persistent and take every n-th tile
@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anymla.ops._gluon import view
 from anymla.ops._gluon_ptx import cvt_e4m3x8_e2m1x8_table, gdc_launch_dependents, gdc_wait, opaque
+from anymla.ops.moe.gluon_sm90_grouped_gemm import _clamped_swiglu
 
 # Binades of scales that e4m3 holds exactly with every e2m1 code, 0.5 being a normal number.
 WINDOW = 12
@@ -53,6 +54,7 @@ _TO_BIT_7 = gl.constexpr((128 - WINDOW) * 0x01010101)
 _LOW = gl.constexpr(0x14100800)
 _HIGH = gl.constexpr(0x24201C18)
 _TOP_UNIT = gl.constexpr(2.0**-6)
+_FIRST, _SECOND = gl.constexpr(0), gl.constexpr(1)
 
 # Triton 3.6 has the function's old name.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -363,14 +365,6 @@ def _multiply_and_decode(
 
 
 @gluon.jit
-def _clamped_swiglu(gate, up, limit):
-    """Compute the function of ``triton_swiglu.clamped_swiglu``."""
-    gate = gl.where(gate > limit, limit, gate)
-    up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
-    return gate / (1.0 + gl.exp(-gate)) * up
-
-
-@gluon.jit
 def _store(
     value, out, sorted_pairs, place, end, channel, WIDTH: gl.constexpr, SORTED: gl.constexpr
 ):
@@ -466,30 +460,6 @@ def _consume(
             _store(second, out, sorted_pairs, place, end, channel + 64, OUT, False)
 
 
-@gluon.jit
-def _consume_first(
-    ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
-    K: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    _consume(
-        ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles, K, OUT, N, UP, TILES,
-        STAGES, 0,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consume_second(
-    ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
-    K: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, UP: gl.constexpr, TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    _consume(
-        ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles, K, OUT, N, UP, TILES,
-        STAGES, 1,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["count", "a_rows", "b_rows"])
 def w4a8_gemm_kernel(
     x_desc, x_scale_desc, a_desc, b_desc, weights, sorted_pairs, blocks, s1, s1_stride, s3,
@@ -520,7 +490,7 @@ def w4a8_gemm_kernel(
         limit: clamp of SwiGLU.
         K: number of input channels, a multiple of 512.
         OUT: rows of the result.
-        N: pairs per block, 32, 64 or 128.
+        N: pairs per block, 64 or 128.
         UP: True for w1 and w3 with SwiGLU, False for w2.
         STAGES: number of stages in the ring.
         CONSUMER_REGISTERS: registers per thread of the second consumer; the first has the rest.
@@ -561,13 +531,13 @@ def w4a8_gemm_kernel(
     work_tiles = gl.load(blocks + 3 * count) * TILES
     gl.warp_specialize(
         [
-            (_consume_first, (
+            (_consume, (
                 ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
-                K, OUT, N, UP, TILES, STAGES,
+                K, OUT, N, UP, TILES, STAGES, _FIRST,
             )),
-            (_consume_second, (
+            (_consume, (
                 ring, weights, sorted_pairs, blocks, out, count, limit, work_tiles,
-                K, OUT, N, UP, TILES, STAGES,
+                K, OUT, N, UP, TILES, STAGES, _SECOND,
             )),
             (_prepare_scales, (
                 s1, s1_stride, s3, s3_stride, ring, blocks, count, work_tiles, K, UP, TILES,

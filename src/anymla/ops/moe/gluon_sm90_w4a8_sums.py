@@ -26,7 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -34,25 +33,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anymla.ops._gluon import view
 from anymla.ops._gluon_ptx import gdc_launch_dependents, gdc_wait
 from anymla.ops.moe.gluon_sm90_grouped_gemm import (
+    _UNIT,
     _as_column,
+    _clamped_swiglu,
     _decode_e2m1,
     _decode_scales,
     _split2,
     _split4,
 )
 from anymla.ops.moe.gluon_sm90_w4a8_gemm import (
-    _clamped_swiglu,
+    _FIRST,
+    _SECOND,
+    _async_load,
     _pair_weights,
     _store,
     _tiles_of_cta,
     _work_tile,
 )
-
-_UNIT = gl.constexpr(64.0)  # decoded values are smaller by this factor
-_FIRST, _SECOND = gl.constexpr(0), gl.constexpr(1)
-
-# Triton 3.6 has the function's old name.
-_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 class Ring(NamedTuple):
