@@ -240,8 +240,8 @@ def judgement(build: Build, target: Target) -> Judgement:
     if build.name == "w4a8_sums_kernel":
         return Judgement("e4m3")
     if build.name == "w4a8_gemm_kernel":
-        # Triton 3.7.1 spills in two builds, one of which has one round of its loop; 3.6, with which
-        # they were timed, does not.
+        # Triton 3.7.1 spills in blocks of 128 pairs, where 3.6, with which they were timed, does
+        # not; and in w2 of 512 channels, which was not timed: its loop has one round.
         one_round = constants["N"] == 64 and constants["K"] == 512
         return Judgement("e4m3", spills=4 if constants["N"] == 128 else 22 * one_round)
     if build.name == "logits_kernel":

@@ -83,9 +83,9 @@ _SM90_CONFIGS = (
         ),
         (Sm90Config(8, 64, 512, 3, 3, 8), Sm90Config(8, 64, 256, 3, 4, 8)),
     ),
-    # What W4A8 does not take: experts that do not lie evenly, or sizes of half a stage. V4-Pro's
-    # configs only fit with one CTA of 128 rows; alone they are 3 % slower than Triton's, but a
-    # layer is 3 to 6 % faster, since Triton's do not use PDL.
+    # W4A8 does not take experts that do not lie evenly, nor sizes of half a stage; these do.
+    # V4-Pro's configs only fit with one CTA of 128 rows; alone they are 3 % slower than Triton's,
+    # but a layer is 3 to 6 % faster, since Triton's do not use PDL.
     (
         16,
         (
@@ -174,9 +174,9 @@ class W4A8Config:
 
 
 # Pairs an expert above which W4A8 is chosen; then block sizes with the most pairs an expert for
-# each, since larger blocks would be more than half empty. Measured on an H200 with V4-Flash and
-# V4-Pro: docs/performance/experts.md. Blocks of 48 and 128 pairs and more on an H100:
-# benchmarks/results/experts_blocks_h100.jsonl.
+# each, since larger blocks would be more than half empty. Measured with V4-Flash and V4-Pro, up to
+# 26 pairs on an H200 (benchmarks/results/experts_blocks_h200.jsonl), above on an H100
+# (experts_blocks_h100.jsonl); see docs/performance/experts.md.
 _W4A8_PAIRS_AN_EXPERT = 5
 _W4A8_BLOCKS = ((13, 16), (26, 32), (48, 64), (float("inf"), 128))
 _SCALED_SUMS = (16, 32)
