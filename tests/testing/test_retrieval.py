@@ -1,15 +1,26 @@
 """Passkeys in the trained tiny checkpoint's text, right and with one thing broken."""
 
+import copy
+import dataclasses
 import pathlib
 
 import pytest
 
 from anymla import LLM
-from anymla.testing.retrieval import FAULTS, ask, hide, read, survey
+from anymla.runtime.engine import Engine
+from anymla.runtime.request import Request
+from anymla.testing.retrieval import ANSWER, FAULTS, ask, hide, read, survey
 from anymla.testing.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny"
 BREAKS_THE_ANSWER = {"stale index rows", "half a page swapped"}
+
+
+class NotCopied:
+    """Something of a device that exists once."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise TypeError("cannot copy it")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +63,25 @@ def test_caches_that_are_broken_lose_it_and_the_right_ones_do_not(llm, text) -> 
     assert all(0.2 < answer.confidence <= 1 for answer in answers.values())
     assert ask(llm, engine, hidden) == right
     assert right.drafted >= right.accepted > 0
+
+
+def test_an_engine_with_steps_of_fixed_sizes_is_copied(llm, text) -> None:
+    """A copy has steps of its own: graphs hold addresses, and streams exist once."""
+    hidden = hide(llm, text, 512, 0.5, seed=2)
+    request = Request("one", hidden.token_ids, max_new_tokens=ANSWER)
+    options = dataclasses.replace(llm.engine([request]).options, decode="fixed")
+    engine = Engine(llm.model, options)
+    before = engine.run([request])[0].token_ids
+    engine._runner._side = NotCopied()
+    copied = copy.deepcopy(engine, {id(llm.model): llm.model})
+    assert copied.run([request])[0].token_ids == before
+    assert engine._runner._steps
+
+
+@pytest.mark.gpu
+def test_passkeys_are_found_by_graphs(text) -> None:
+    llm = LLM(TINY / "checkpoint", device="cuda")
+    assert all(each.answer.found for each in survey(llm, text, [8192], [0.5], ()))
 
 
 def test_a_survey_goes_through_all_cells(llm, text) -> None:

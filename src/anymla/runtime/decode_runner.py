@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -96,6 +97,16 @@ class DecodeRunner:
         self._host: dict[FixedStep, list[tuple[Tensor, ...]]] = {}
         self._drafts: dict[Bucket, DraftStep] = {}
         self._block_steps: dict[Bucket, DSparkStep] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeRunner:
+        """Return a runner of copied caches without steps: graphs hold the addresses of their own.
+
+        Neither graphs nor streams can be copied.
+        """
+        model, store, blocks = (
+            copy.deepcopy(each, memo) for each in (self._model, self._store, self._blocks)
+        )
+        return DecodeRunner(model, store, self._options, record=self._record, blocks=blocks)
 
     def rehearse(self, buckets: Sequence[Bucket]) -> None:
         """Run the widest bucket of every ceiling, so that the workspace reaches its full size.
