@@ -489,6 +489,9 @@ _MANY_HEADS = Tile(64, 64, 8, once=False)
 # rows: as sm_80 55 us by 4 warps and 72 by 8, as sm_89 47 by 16 x 64. Tiles of other targets are
 # those that spill nothing.
 _AHEAD_SHARED_BYTES = 160 * _KIB
+# Plain rows there, as in prefill. 1,024 queries of 64 heads with 128 + 512 rows as sm_80: 756 us,
+# where 8 warps take 1,286; 16 heads 285 us, where 32 rows take 333; as sm_89 the same within 2 %.
+_MANY_PLAIN_HEADS, _FEW_PLAIN_HEADS = Tile(32, 32, 4), Tile(16, 64, 4)
 # Rows in whose time such a CTA starts and ends, and partials are combined; and the time of a step
 # where two CTAs share an SM. From 33 shapes, 26 of them random, each cut in up to 13 ways, as sm_80
 # on an H200: the chosen cut takes at most 4 % longer than the fastest of these.
@@ -578,7 +581,9 @@ def choose_tile(
         # Plain rows have no registers for a block ahead. 32 heads and 32 rows of more than 512
         # channels are 104 KiB.
         fits = channels <= 512 or target.shared_bytes >= 128 * _KIB
-        return Tile(32, 32, 8) if heads > 16 and fits else one_step
+        if not fits:
+            return one_step
+        return _MANY_PLAIN_HEADS if heads > 16 else _FEW_PLAIN_HEADS
     if tokens is not None:
         # There are enough SMs to give every step of every token one, or half of one.
         steps = tokens * -(-heads // _ONE_STEP.heads) * -(-keys // _ONE_STEP.keys)
