@@ -297,13 +297,14 @@ def test_calls_that_triton_leaves_to_torch(monkeypatch):
 
     monkeypatch.setattr(prefill_backward_config, "float32_support", lambda *_: Support(True))
     monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["sm_90"])
-    assert answer() == Support(True)
-    assert answer(dim=576) == Support(True, automatic=False)
+    assert answer() == answer(dim=576) == Support(True)
     assert "at most 576 channels" in answer(dim=577).reason
     case = small(19, torch.float32)
     assert triton_backward_support(case.q, case.q, case.rows) == Support(True, automatic=False)
-    monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["sm_89"])
+    monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["gfx942"])
     assert answer(dim=576) == Support(True, automatic=False)
+    monkeypatch.setattr(prefill_backward_config, "target_of", lambda _: TARGETS["sm_89"])
+    assert answer(dim=576) == Support(True)
     case = small(19, torch.float32, dim=576)
     refused = triton_backward_support(case.q, case.q, case.rows)
     assert "at most 512 channels of float32" in refused.reason

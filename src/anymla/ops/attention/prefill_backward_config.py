@@ -143,9 +143,8 @@ def triton_backward_support(
             return Support(False, f"at most {CHANNELS} channels of float32, got {q.shape[2]}")
         # No matrix instruction keeps float32; torch multiplies with the vendor's library instead.
         return dataclasses.replace(support, automatic=False)
-    if support and q.shape[2] > CHANNELS and not target.intel and not target.narrow:
-        # Tiles of more channels are built and interpreted, and no GPU has executed them. Triton 3.6
-        # makes code of some tiles that reads past its memory.
+    if support and q.shape[2] > CHANNELS and target.backend == "hip" and not target.narrow:
+        # Tiles of more channels are built and interpreted for CDNA, and no such GPU has run them.
         return dataclasses.replace(support, automatic=False)
     return support
 
