@@ -1,7 +1,8 @@
-"""Time prefill attention and hyper-connections of older NVIDIA GPUs in tiles they might choose.
+"""Time portable kernels of older NVIDIA GPUs in the tiles that they might choose.
 
-``python -m crossrun.ptx sm_80 python -m lab.portable_tiles rows.jsonl [prefill] [streams]`` appends
-a row for each shape, with the chosen tile's microseconds and those of all tiles.
+``python -m crossrun.ptx sm_80 python -m lab.portable_tiles rows.jsonl [FAMILY ...]`` appends a row
+for each shape of the families "prefill" (attention), "streams" (hyper-connections) and "selection"
+(index scores and top-k), with the chosen tile's microseconds and those of all tiles.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ from anymla.ops.hyper_connection.config import (
     MixConfig,
     choose_many_tokens_config,
 )
+from anymla.ops.indexer import triton_scores
+from anymla.ops.indexer.config import choose_score_config
+from anymla.ops.indexer.shapes import SelectShape
 from anymla.testing.tolerance import relative_l2
+from lab.cases.indexer import HEADS, TOPK, WIDTH, Pool, pages_needed
 from lab.cases.prefill_attention import Call, PrefillCase
 
 Calls = list[Callable[[], Any]]
@@ -56,6 +61,11 @@ STREAMS = (
 _MANY_TILES = (
     (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (64, 128, 4, 2), (128, 64, 4, 2),
     (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 4),
+)  # fmt: skip
+SELECTIONS = (
+    SelectShape(1, 1, 8192), SelectShape(8, 1, 2048), SelectShape(8, 2, 16384),
+    SelectShape(32, 1, 2048), SelectShape(32, 2, 8192), SelectShape(128, 1, 2048),
+    SelectShape(1, 1024, 8192, prefill=True),
 )  # fmt: skip
 _REPETITIONS = 8
 
@@ -134,6 +144,19 @@ def _many(config: ManyTokensConfig) -> Iterator[None]:
     module._launches.cache_clear()
 
 
+def score_tiles(target: Target) -> dict[str, Chosen]:
+    """Return what makes index scores take each tile: keys, warps and stages."""
+    tile = choose_score_config(1, HEADS, WIDTH, "fp16", target, paged_keys=1)
+    return {
+        str(sizes): functools.partial(
+            mock.patch.object, triton_scores, "choose_score_config",
+            return_value=dataclasses.replace(tile, keys=sizes[0], warps=sizes[1], stages=sizes[2]),
+        )
+        for sizes in itertools.product((32, 64, 128), (2, 4, 8), (2, 4))
+        if sizes[0] >= 16 * sizes[1]
+    }  # fmt: skip
+
+
 def searched(made: Calls, tiles: Mapping[str, Chosen], clock: Any) -> dict[str, Any]:
     """Time calls in the chosen tile and in every other, and compare the fastest one's results."""
     from triton.runtime.errors import OutOfResources
@@ -175,6 +198,21 @@ def measured(families: list[str], target: Target, clock: Any) -> Iterator[dict[s
                 "part": "prefill tile", "case": case.label,
                 "tflop_per_s": call.flops / row["us_best"] / 1e6,
             } | row  # fmt: skip
+    if "selection" in families:
+        pool = Pool(pages_needed(SELECTIONS), clock.device)
+        for shape in SELECTIONS:
+            copies = copies_for(shape.requests * shape.keys * (WIDTH + 4))
+            made = [
+                functools.partial(each.select, "triton", shape)
+                for each in pool.inputs(shape, copies)
+            ]
+            row = searched(made, score_tiles(target), clock)
+            seen = int(pool.inputs(shape, 1)[0].lengths.sum())
+            yield {
+                "part": "selection tile", "case": shape.label, "topk": TOPK,
+                "kernels_us": clock.kernel_times(made[0]),
+                "tflop_per_s": seen * HEADS * WIDTH * 2 / row["us_best"] / 1e6,
+            } | row  # fmt: skip
     if "streams" in families:
         for tokens, d in STREAMS:
             made = stream_calls(tokens, d, clock.device)
@@ -196,4 +234,4 @@ def main(path: Path, families: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or ["prefill", "streams"])
+    main(Path(sys.argv[1]), sys.argv[2:] or ["prefill", "streams", "selection"])

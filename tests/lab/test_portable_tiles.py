@@ -12,6 +12,7 @@ from anymla.bench.cpu_clock import CpuClock
 from anymla.ops.attention.decode_config import choose_tile
 from anymla.ops.device import TARGETS, has_triton
 from anymla.ops.hyper_connection.config import choose_mix_config
+from anymla.ops.indexer.config import choose_score_config
 
 if not has_triton():
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -29,6 +30,12 @@ def test_what_is_chosen_is_among_what_is_timed(name: str) -> None:
         chosen = choose_mix_config(tokens, d, torch.bfloat16, target)
         known = portable_tiles.stream_tiles(tokens, d, target)
         assert str(dataclasses.astuple(chosen)) in known
+    math = "e4m3" if target.dot_e4m3 else "fp16"
+    for shape in portable_tiles.SELECTIONS:
+        keys = shape.rows * shape.keys
+        tile = choose_score_config(1, 64, 128, math, target, paged_keys=keys)
+        sizes = tile.keys, tile.warps, tile.stages
+        assert str(sizes) in portable_tiles.score_tiles(target)
 
 
 def test_tiles_give_the_same_streams_and_the_fastest_is_named() -> None:

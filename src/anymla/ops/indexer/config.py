@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from anymla.ops._gemm_config import uses_mma_sync
 from anymla.ops._sizes import cdiv, next_power_of_2
 from anymla.ops.device import Target
 
@@ -48,6 +49,8 @@ _SCORE_CTAS, _MAX_TILES_PER_CTA = 1024, 64
 # Keys of all requests above which a single row keeps two key tiles in flight: 152 instead of 158 us
 # at 4 million keys, but 47 instead of 45 at one million. 128 x 1 x 32768, 32 x 1 x 32768.
 _DEEP_PIPELINE_KEYS = 1 << 21
+# Keys of all requests up to which mma.sync's score tiles are small, so that SMs have a CTA each.
+_FEW_PAGED_KEYS = 1 << 15
 _FOUR_STAGES_SHARED_BYTES = 128 * 1024
 # sm_90: tiles per SM from which on CTAs use all its registers. 128 x 1 x 2048, 128 x 2 x 8192.
 _SM90_MANY_TILES, _SM90_MANY_TILES_OF_PAIRS = 16, 40
@@ -303,6 +306,13 @@ def choose_score_config(
         # Without matrix instructions, a thread keeps its operands' channels in registers.
         keys, warps = (16, 8) if target.backend == "xpu" else (32, 4)
         return ScoreConfig(together, padded_heads, padded_width, 32, keys, warps, 1)
+    if uses_mma_sync(target) and math in ("fp16", "e4m3"):
+        # As sm_80 and sm_89 on an H200, two warps that share 64 heads' queries take 0.74 to 0.86 of
+        # the time of four, from 32 rows of 2,048 keys to a prefill; with less there, CTAs are few.
+        few = paged_keys is not None and paged_keys <= _FEW_PAGED_KEYS
+        keys, warps = (64, 4) if few else (128, 2)
+        keys = max(16, min(keys, 8192 // columns, 128 * 128 // padded_width))
+        return ScoreConfig(together, padded_heads, padded_width, padded_width, keys, warps, 2)
     # Limited by accumulators and by the bytes of a key tile.
     keys = max(16, min((2048 if narrow else 8192) // columns, 128 * 128 // padded_width, 128))
     stages = 4 if target.shared_bytes >= _FOUR_STAGES_SHARED_BYTES else 2
@@ -318,7 +328,8 @@ def choose_score_config(
 
 def decodes_words(target: Target, math: str) -> bool:
     """Return True where decoding four e4m3 codes at a time takes fewer instructions."""
-    return target.backend == "xpu" and math in ("fp16", "bf16")
+    by_bits = target.backend == "cuda" and not target.dot_e4m3
+    return (by_bits or target.backend == "xpu") and math in ("fp16", "bf16")
 
 
 def score_registers(config: ScoreConfig, math: str, filled: bool, target: Target) -> dict[str, int]:

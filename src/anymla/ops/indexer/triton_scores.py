@@ -122,6 +122,7 @@ def _load_operand(
     """Load channels [first, first + BLOCK_K) of rows of WIDTH, padded to PADDED, as [N, BLOCK_K].
 
     ``rows`` [N] are pointers to values or e4m3 codes; the result is zero where not ``there`` [N].
+    Codes read as words give their value over E4M3_WORD_UNIT.
     """
     channel = first + tl.arange(0, BLOCK_K)
     mask = there[:, None]
@@ -134,7 +135,7 @@ def _load_operand(
             mask = mask & (word < WIDTH // 4)[None, :]
         at = rows.to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
         c0, c1, c2, c3 = e4m3_words_to_fp16(tl.load(at, mask=mask, other=0))
-        x = tl.join(tl.join(c0, c2), tl.join(c1, c3)) * E4M3_WORD_UNIT
+        x = tl.join(tl.join(c0, c2), tl.join(c1, c3))
         return _as_operand(tl.reshape(x, (rows.shape[0], BLOCK_K)), "fp16", MATH, NATIVE)
     elif KIND == "e4m3" and MATH == "e4m3":
         # Load as FP8, so that loads and products overlap: codes that are converted first go through
@@ -277,7 +278,7 @@ def _load_keys(
 ):
     """Load channels [first, first + BLOCK_K) of keys at offsets [KEYS], without FP8's scales.
 
-    Offsets are bytes in pages, and elements in a list.
+    Offsets are bytes in pages, and elements in a list. Words are as in ``_load_operand``.
     """
     KIND: tl.constexpr = getattr(FORMAT, "kind")
     WIDTH: tl.constexpr = getattr(FORMAT, "channels")
@@ -406,6 +407,7 @@ def scores_kernel(
     BLOCK_SIZE: tl.constexpr,
     FORMAT: tl.constexpr,
     Q_KIND: tl.constexpr,
+    UNIT: tl.constexpr,
     MATH: tl.constexpr,
     NATIVE: tl.constexpr,
     CANONICAL_NAN: tl.constexpr,
@@ -418,8 +420,8 @@ def scores_kernel(
     with a ``ListFormat``. If BLOCK_SIZE is not 0, the table lists places of blocks of as many
     entries instead of pages. ``split``, the number of keys of a CTA, is a multiple of CONFIG.keys.
     In the first ``context`` columns, entries that a row does not see become -inf. MATH is the
-    arithmetic of the product. All other arguments are those of ``ScoreInputs`` and
-    ``write_scores``, or strides of their rows.
+    arithmetic of the product, which lacks a factor UNIT. All other arguments are those of
+    ``ScoreInputs`` and ``write_scores``, or strides of their rows.
     """
     ROWS: tl.constexpr = getattr(CONFIG, "rows")
     PADDED_HEADS: tl.constexpr = getattr(CONFIG, "heads")
@@ -509,6 +511,8 @@ def scores_kernel(
                         )  # fmt: skip
                         dots = tl.dot(tile, tl.trans(some), dots, input_precision="ieee")
                 sums = _sum_heads(dots, weight, exists, ROWS, PADDED_HEADS, HEADS == PADDED_HEADS)
+                if UNIT != 1.0:
+                    sums = sums * UNIT
                 if KIND == "row_fp8" or KIND == "row_fp8_words":
                     pointers = (keys + scales_at).to(tl.pointer_type(tl.float32))
                     sums = sums * tl.load(pointers)[:, None]
@@ -570,8 +574,9 @@ def write_scores(
         keys, keys_stride, pages, entries = cache_bytes(inputs.keys)
     q_kind = _KIND_OF_DTYPE[inputs.q.dtype]
     math = math_of(q_kind, k_kind, target)
+    unit = 1.0
     if decodes_words(target, math):
-        q_kind, key_format = _in_words(inputs, q_kind, key_format, keys_stride)
+        q_kind, key_format, unit = _in_words(inputs, q_kind, key_format, keys_stride)
     config = choose_score_config(
         2 if inputs.neighbours_share_keys else 1,
         heads,
@@ -591,7 +596,7 @@ def write_scores(
         max(inputs.rows_per_request, 1), inputs.num_requests, pages, inputs.covered, inputs.k,
         split, context or None,
         HEADS=heads, CONFIG=config, ENTRIES=entries, BLOCK_SIZE=inputs.block_size,
-        FORMAT=key_format, Q_KIND=q_kind, MATH=math, NATIVE=target.native_e4m3,
+        FORMAT=key_format, Q_KIND=q_kind, UNIT=unit, MATH=math, NATIVE=target.native_e4m3,
         CANONICAL_NAN=target.backend == "cuda", num_warps=config.warps, num_stages=config.stages,
         **score_registers(config, math, context > 0, target), **pdl_launch(inputs.q.device),
     )  # fmt: skip
@@ -603,17 +608,25 @@ paged_mqa_logits = functools.partial(paged_logits, write_scores)
 
 def _in_words(
     inputs: ScoreInputs, q_kind: str, key_format: Any, keys_stride: int
-) -> tuple[str, Any]:
-    """Choose kinds of queries and keys, reading e4m3 codes four at a time where possible."""
+) -> tuple[str, Any, float]:
+    """Choose kinds of queries and keys, reading e4m3 codes four at a time where possible.
+
+    Returns:
+        Both kinds, and the factor that their products lack.
+    """
+    unit = 1.0
     if key_format.channels % 4 == 0:
         if q_kind == "e4m3" and inputs.q.data_ptr() % 4 == 0:
-            q_kind = "e4m3_words"
+            q_kind, unit = "e4m3_words", E4M3_WORD_UNIT.value
         if (keys_stride | inputs.keys.data_ptr()) % 4 == 0:
+            words = key_format
             if key_format.kind == "row_fp8":
-                key_format = dataclasses.replace(key_format, kind="row_fp8_words")
+                words = dataclasses.replace(key_format, kind="row_fp8_words")
             elif key_format.kind == "list" and key_format.values == "e4m3":
-                key_format = dataclasses.replace(key_format, values="e4m3_words")
-    return q_kind, key_format
+                words = dataclasses.replace(key_format, values="e4m3_words")
+            if words is not key_format:
+                key_format, unit = words, unit * E4M3_WORD_UNIT.value
+    return q_kind, key_format, unit
 
 
 def _codes(x: Tensor) -> Tensor:
