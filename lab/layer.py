@@ -28,7 +28,7 @@ from lab.layer_rival import compile_unfused, rival_kernels
 from lab.layer_work import layer_work
 from lab.peers.deep_gemm import DeepGemm
 from lab.peers.flash_mla import FlashMla
-from lab.timeline import timeline
+from lab.timeline import idle_us, timeline
 
 PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
@@ -71,6 +71,9 @@ def layer_cases(
 ) -> Iterator[Case]:
     """Measure the chosen cases, of which those of one layer should be adjacent.
 
+    A timeline's row also holds by how much later the layer ends by each family's kernels,
+    ``adds_us``, and how long nothing ran in it, ``idle_us``.
+
     Args:
         chosen: cases to measure, in order.
         clock: clock on whose device the layers are made.
@@ -106,7 +109,13 @@ def _timeline(setup: LayerSetup, batch: DecodeBatch, _: Clock) -> Iterator[Subje
     spans = timeline(_calls(setup, batch), torch.cuda.Stream())
     kernels = [dataclasses.astuple(span) for span in spans]
     last = max(span.end for span in spans)
-    yield Subject("", before=lambda: {"us": last, "timeline_us": kernels})
+    values = {
+        "us": last,
+        "adds_us": sums((family_of(span.name), span.adds) for span in spans),
+        "idle_us": round(idle_us(spans), 1),
+        "timeline_us": kernels,
+    }
+    yield Subject("", before=lambda: values)
 
 
 def _name(case: LayerCase) -> str:
@@ -173,6 +182,7 @@ def _subjects(
             "layers_of_graph": _ROUNDS * len(calls),
             "roofline_us": work.roofline_us(clock.copy_bandwidth(), clock.matmul_rate()),
             "weights_mb": work.weight_bytes / 1e6,
+            "experts_mb": work.expert_bytes / 1e6,
             "caches_mb": work.cache_bytes / 1e6,
             "visited_experts": visited,
             "parts_us": sums((family_of(name), taken) for name, taken in kernels),
@@ -206,5 +216,6 @@ def _row(case: LayerCase, values: Values) -> tuple[Values, Verdict]:
     allowed = _FACTOR * roofline + _LAUNCH_US * values["launches"]
     words = f"<= {_FACTOR} x roofline + {_LAUNCH_US} us a launch"
     verdict = (words, us <= allowed) if case.batch <= 8 else None
-    digits = dict.fromkeys(("us", "others_us", "roofline_us", "weights_mb", "caches_mb"), 1)
+    tenths = ("us", "others_us", "roofline_us", "weights_mb", "experts_mb", "caches_mb")
+    digits = dict.fromkeys(tenths, 1)
     return rounded(values, digits | {"times_others": 2, "share_of_roofline": 3}), verdict

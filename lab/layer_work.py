@@ -20,11 +20,13 @@ class Work:
 
     Attributes:
         weight_bytes: bytes of weights that a batch uses, of experts only the visited ones.
+        expert_bytes: bytes of the visited routed experts, which ``weight_bytes`` includes.
         cache_bytes: bytes of cache rows that are attended to or scored.
         flops: multiplications and additions of all products.
     """
 
     weight_bytes: int
+    expert_bytes: int
     cache_bytes: int
     flops: int
 
@@ -54,6 +56,7 @@ def layer_work(layer: DecoderLayer, config: ModelConfig, batch: DecodeBatch, vis
     )
     return Work(
         weight_bytes=weights + visited * per_expert,
+        expert_bytes=visited * per_expert,
         cache_bytes=tokens * sum(_row_bytes(layout) * rows for layout, rows in read),
         flops=2 * tokens * (products + config.num_experts_per_tok * expert_product)
         + 4 * tokens * config.num_attention_heads * config.head_dim * (window + entries)

@@ -75,3 +75,12 @@ def spans_of(events: Sequence[Event], replays: int, layers: int, looked_at: int)
         spans.append(Span(stream, round(start, 1), round(end, 1), adds, str(event["name"])))
         last = max(last, end)
     return spans
+
+
+def idle_us(spans: Sequence[Span]) -> float:
+    """Return the microseconds between a layer's first start and last end in which nothing ran."""
+    idle, last = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        idle += max(0.0, span.start - last)
+        last = max(last, span.end)
+    return idle

@@ -53,6 +53,7 @@ def test_a_small_one_runs_and_is_counted(ratio):
     expert = 3 * 256 * 128
     fewer = layer_work(setup.layers[0], setup.config, batch, visited - 1)
     assert work.weight_bytes - fewer.weight_bytes == expert // 2 + expert // 32
+    assert work.expert_bytes == visited * (expert // 2 + expert // 32)
     attention = 256 * (128 + 512) + 4 * 512 * 128 + 256 * 2 * 512 + 256 * 256
     assert work.flops > 2 * BATCH * (attention + 7 * expert)
     assert work.roofline_us(1e9, 1e18) == pytest.approx(
@@ -169,6 +170,7 @@ def test_a_row_says_what_it_always_said(others, scripted, recorded_fields):
     (result,) = run([layer_case(setup, case, batch, peers if others else None)], clock)
     fields = recorded_fields("layer", layer.PART)
     named = {"times_others", *(name for name in fields if name.startswith("others_"))}
+    fields |= {"experts_mb"}  # rows before 30 November 2026 lack it
     assert set(result.values) == (fields if others else fields - named)
     assert result.case == f"flash, ratio 4, batch {BATCH}, context {CONTEXT}"
     assert result.values["us"] == 20.0

@@ -1,6 +1,6 @@
 """A layer's kernels in a trace of replays."""
 
-from lab.timeline import Span, spans_of
+from lab.timeline import Span, idle_us, spans_of
 
 
 def _trace(pause):
@@ -25,3 +25,9 @@ def test_the_fastest_replay_counts():
         Span(1, 2, 9, 5, "b"),
         Span(0, 3, 8, 0, "c"),
     ]
+
+
+def test_idle_time_is_that_between_all_kernels():
+    spans = [Span(0, 0.0, 4.0, 4.0, "a"), Span(1, 1.0, 2.0, 0.0, "b"), Span(0, 5.5, 7.0, 3.0, "c")]
+    assert idle_us(spans) == 1.5
+    assert idle_us([Span(0, 0.0, 4.0, 4.0, "a"), Span(0, 3.0, 5.0, 1.0, "early")]) == 0.0
