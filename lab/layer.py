@@ -32,6 +32,7 @@ from lab.timeline import idle_us, timeline
 
 PART = "decode layer"
 RATIOS, BATCHES, CONTEXTS = (0, 4, 128), (1, 8, 32, 128), (4096, 65536, 524288)
+EXPERTS = 32  # routed experts of a layer whose name does not say how many it has
 _LAUNCH_US = 3.0
 _FACTOR = 2.5
 # FlashMLA, and DeepGEMM where it is installed.
@@ -49,7 +50,7 @@ def cases(
     contexts: Iterable[int] = CONTEXTS,
     queries: int = 1,
     reads: Iterable[Reads] = (Reads.SLOTS,),
-    experts: int = 32,
+    experts: int = EXPERTS,
     share: int = 1,
 ) -> Iterator[LayerCase]:
     """Yield every combination once; a layer without entries takes as long at every context."""
@@ -121,7 +122,9 @@ def _timeline(setup: LayerSetup, batch: DecodeBatch, _: Clock) -> Iterator[Subje
 def _name(case: LayerCase) -> str:
     name = f"{case.model}, ratio {case.ratio}, batch {case.batch}, context {case.context}"
     if case.share > 1:
-        name += f", share 1/{case.share}, {case.experts} experts"
+        name += f", share 1/{case.share}"
+    if case.share > 1 or case.experts != EXPERTS:
+        name += f", {case.experts} experts"
     if case.queries == 1:
         return name
     return f"{name}, {case.queries} queries, rows {case.reads.value}"

@@ -73,8 +73,7 @@ def stale_row(scene: Scene, layer: int) -> Iterator[None]:
 def _other_rows(scene: Scene, spoil: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
     """Have attention read a spoiled copy of a layer's window."""
     pool, table = scene.backend.token_to_kv_pool, scene.backend.req_to_token
-    request = torch.arange(1, len(LOAD.lengths) + 1, device=table.device)
-    newest = torch.tensor(LOAD.lengths, device=table.device) - 1
+    request, newest = scene.batch.req_pool_indices, scene.batch.seq_lens - 1
     slots, older = (
         pool.translate_loc_from_full_to_swa(table[request, newest - back].long())
         for back in (0, WINDOW)

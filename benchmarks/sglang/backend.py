@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import os
 import statistics
@@ -330,6 +331,7 @@ def main() -> None:
         os.environ["SGLANG_CRASH_ON_JIT_COMPILE"] = "1"  # what took too long is not begun again
     scenes.configure()
     engines, clock = Engines(), Clock(given.rounds)
+    gc.freeze()  # each capture collects garbage, among all that SGLang imports
     common = environment("python benchmarks/sglang/backend.py ROWS") | device_facts() | versions()
     for part in given.parts:
         try:

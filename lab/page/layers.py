@@ -23,6 +23,7 @@ _PARTS = {
     "": "rest",
 }
 _DRAWN_CONTEXTS = (4096, 65536)
+_OF_EXPERTS = re.compile(r"(\w+), ratio (\d+), batch (\d+), context (\d+), (\d+) experts$")
 
 
 def layer_rows(rows: Sequence[Row]) -> list[Row]:
@@ -114,6 +115,38 @@ def layer_table(rows: Sequence[Row]) -> list[str]:
             microseconds(row["roofline_us"]),
             f"{100 * row['roofline_us'] / row['us']:.0f}",
             *(microseconds(us) for us in _parts(row)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", f"({source(chosen)})"] if chosen else []
+
+
+def experts_table(rows: Sequence[Row]) -> list[str]:
+    """Return Markdown lines: what layers with many experts take beside what reading them takes.
+
+    "Read" is the time that the bytes take at the copy rate of the same process. "Adds" is by how
+    much later a layer ends by kernels, in a trace of replays; "idle" is the time in it without any.
+    """
+    head = ["layer", "context", "requests", "us", "read", "experts read", "experts add"]
+    head += ["rest read", "rest adds", "idle", "launches"]
+    lines = [f"| {' | '.join(head)} |", f"|---{'|--:' * (len(head) - 1)}|"]
+    traced = {case_of(row): row for row in of_part(rows, "decode layer, timeline")}
+    chosen = []
+    for row in of_part(rows, "decode layer"):
+        found, trace = _OF_EXPERTS.match(case_of(row)), traced.get(case_of(row))
+        if found is None or trace is None or "experts_mb" not in row:
+            continue
+        chosen.append(row)
+        read = float(row["roofline_us"])
+        share = row["experts_mb"] / (row["weights_mb"] + row["caches_mb"])
+        adds = dict(trace["adds_us"])
+        experts = float(adds.pop("moe", 0.0))
+        cells = [
+            f"{MODELS[found[1]]}, ratio {found[2]}, {found[5]} experts",
+            f"{int(found[4]):,}",
+            found[3],
+            *map(microseconds, (row["us"], read, read * share, experts)),
+            *map(microseconds, (read * (1 - share), sum(adds.values()), trace["idle_us"])),
+            str(row["launches"]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", f"({source(chosen)})"] if chosen else []

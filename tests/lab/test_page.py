@@ -12,7 +12,7 @@ from lab.page.decode import decode_blocks
 from lab.page.documents import readme_blocks, with_blocks
 from lab.page.draw import svg_file
 from lab.page.headline import headline
-from lab.page.layers import usual_layer_parts
+from lab.page.layers import experts_table, usual_layer_parts
 from lab.page.newest import newest
 from lab.page.peers import peer_table
 from lab.page.rows import case_of, load_rows, name_of, source
@@ -216,6 +216,24 @@ def test_where_a_layers_time_goes() -> None:
     assert len(lines) == 2 + 4 + 2
     assert any("**0.90 slower**" in line and "| 8 |" in line for line in lines)
     assert "139" not in drawn.stacks[0].text
+
+
+def test_what_is_left_beside_the_experts() -> None:
+    case = "flash, ratio 4, batch 8, context 8192, 256 experts"
+    measured = {
+        "part": "decode layer", "case": case, "us": 300.0, "roofline_us": 200.0, "launches": 30,
+        "weights_mb": 900.0, "experts_mb": 750.0, "caches_mb": 100.0, "date": "2026-11-30",
+        "device": "NVIDIA H200", "command": "python -m lab layer",
+    }  # fmt: skip
+    traced = {
+        "part": "decode layer, timeline", "case": case, "us": 310.0, "idle_us": 4.0,
+        "adds_us": {"moe": 180.0, "linear": 90.0, "attention": 36.0},
+    }  # fmt: skip
+    _, _, line, *_ = experts_table([measured, traced])
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[0] == "V4-Flash, ratio 4, 256 experts"
+    assert cells[1:] == ["8,192", "8", "300", "200", "150", "180", "50", "126", "4", "30"]
+    assert experts_table([measured]) == []
 
 
 def test_sources_say_each_thing_once() -> None:
