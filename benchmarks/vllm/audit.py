@@ -1,6 +1,8 @@
 """Cost of an audit, its false alarms and seeded faults: ``ANYMLA_VLLM=off|force audit.py ROWS``.
 
 ``--seconds`` bounds the search for false alarms, ``--judges`` is the number of judging processes.
+With ``--only cost`` one size of graphs is captured, of ``--requests``, and the engine has no faults
+in it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ from anymla.bench.gpu import device_facts
 NEVER = 10**9
 TOKENS = 2  # that are looked at in an audited step
 # Requests, length of the first prompt, new tokens: decode, mixed with prefill, many, one long.
-TRAFFIC = ((8, 1024, 400), (3, 2300, 200), (16, 40, 300), (1, 6000, 100))
+Traffic = Sequence[tuple[int, int, int]]
+TRAFFIC: Traffic = ((8, 1024, 400), (3, 2300, 200), (16, 40, 300), (1, 6000, 100))
 FAULT = [""]  # the one that is switched on
 
 
@@ -42,12 +45,21 @@ class Served:
         hooks: of the audit.
         auditor: theirs.
         graphs: by "without" and "with".
+        sizes: requests of captured steps.
         host: seconds that the engine's thread spends before and after an audited step.
     """
 
-    def __init__(self, judges: int, layers: int) -> None:
-        """Build the engine, capture, put the hooks in, and capture again."""
-        options = {"cudagraph_capture_sizes": [1, 8, 16], "cudagraph_mode": "FULL_DECODE_ONLY"}
+    def __init__(self, judges: int, layers: int, traffic: Traffic, *, faults: bool) -> None:
+        """Build the engine, capture, put the hooks in, and capture again.
+
+        Args:
+            judges: processes that judge.
+            layers: of V4-Flash's.
+            traffic: what is served once, so that it is compiled.
+            faults: put faults into the engine that can be switched on.
+        """
+        self.sizes = sorted({1, 8, 16} if faults else {requests for requests, _, _ in traffic})
+        options = {"cudagraph_capture_sizes": self.sizes, "cudagraph_mode": "FULL_DECODE_ONLY"}
         self.llm = engine(
             layers=layers,
             compilation_config=options,
@@ -56,8 +68,9 @@ class Served:
         )
         self.model = model_of(self.llm)
         self.runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
-        sow(self.model)
-        for requests, length, _ in TRAFFIC:
+        if faults:
+            sow(self.model)
+        for requests, length, _ in traffic:
             self.seconds(requests, length, 12)  # compiles
         self.graphs = {"without": self.runner.cudagraph_manager.graphs}
         os.environ["ANYMLA_AUDIT"] = f"every={NEVER},requests={TOKENS},judges={judges}"
@@ -133,13 +146,13 @@ class Served:
         return start.elapsed_time(end) / times * 1e3
 
 
-def cost(served: Served, requests: int, new: int) -> Iterator[dict[str, Any]]:
+def cost(served: Served, requests: int, new: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Steps with hooks in their graphs and without; then with audited ones among them.
 
     An audited step's excess is that of a run with many of them over one with none. What it is of
     the steps at the default's period follows, which the host's spread hides in a run with few.
     """
-    for tokens in (1, 8, 16):
+    for tokens in served.sizes:
         times: dict[str, list[float]] = {"without": [], "with": []}
         for name in ("without", "with") * 3:
             served.use(name)
@@ -157,8 +170,8 @@ def cost(served: Served, requests: int, new: int) -> Iterator[dict[str, Any]]:
     audited: dict[int, int] = collections.defaultdict(int)
     skipped = served.auditor.skipped
     served.host.clear()
-    for _ in range(3):
-        for name, every in kinds:
+    for repeat in range(repeats):
+        for name, every in kinds[:: 1 if repeat % 2 == 0 else -1]:
             served.use(name)
             served.every(every)
             before = served.auditor.audited
@@ -168,7 +181,7 @@ def cost(served: Served, requests: int, new: int) -> Iterator[dict[str, Any]]:
     middle = {kind: statistics.median(each) for kind, each in runs.items()}
     plain = middle["without", NEVER]
     for name, every in kinds[1:]:
-        extra = (middle[name, every] - middle["with", NEVER]) / max(1, audited[every] / 3)
+        extra = (middle[name, every] - middle["with", NEVER]) / max(1, audited[every] / repeats)
         yield {
             "part": "cost of an audit",
             "case": f"{requests} requests x 1,024 + {new} tokens, 1 in {every}",
@@ -356,25 +369,31 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--requests", type=int, default=8, help="whose steps' cost is measured")
     parser.add_argument("--tokens", type=int, default=400, help="new ones of each of them")
+    parser.add_argument("--repeats", type=int, default=3, help="of each way to audit them")
+    parser.add_argument("--after", type=Path, help="measure when this file is there")
     parser.add_argument("--only", choices=("faults", "alarms", "cost", "rare"), nargs="*")
     asked = parser.parse_args()
     mode = os.environ.get("ANYMLA_VLLM", "auto")
     began = time.perf_counter()
-    served = Served(asked.judges, asked.layers)
+    cost_alone = asked.only == ["cost"]
+    traffic = [(asked.requests, 1024, asked.tokens)] if cost_alone else TRAFFIC
+    served = Served(asked.judges, asked.layers, traffic, faults=not cost_alone)
     print(f"engine and graphs: {time.perf_counter() - began:.0f} s", flush=True)
     served.every(1)
-    served.seconds(8, 1024, 8)
+    served.seconds(asked.requests, 1024, 8)
     served.auditor.drain()
     print(served.auditor.summary(), flush=True)
     if not served.auditor.tallies or served.auditor.skipped:
         raise SystemExit("the audit itself fails")
+    while asked.after and not asked.after.exists():
+        time.sleep(0.1)
     logging.getLogger("vllm.plugins.anymla.audit").setLevel(logging.CRITICAL)
     command = " ".join((f"ANYMLA_VLLM={mode} python benchmarks/vllm/audit.py ROWS", *sys.argv[2:]))
     made = {"backend": mode, "layers": asked.layers} | environment(command)
     parts = {
         "faults": captured_faults(served),
         "alarms": false_alarms(served, asked.seconds),
-        "cost": cost(served, asked.requests, asked.tokens),
+        "cost": cost(served, asked.requests, asked.tokens, asked.repeats),
         "rare": rare_fault(served, asked.seconds / 2),
     }
     for part in (parts[name] for name in asked.only or parts):

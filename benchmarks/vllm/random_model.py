@@ -16,7 +16,7 @@ from torch import nn
 
 FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)  # of V4-Flash's 43 layers
 VOCABULARY = 32768
-_FORMAT = "anymla_random"
+FORMAT = "anymla_random"
 
 
 def config(experts: int, layers: int, share: int = 1) -> dict[str, Any]:
@@ -80,6 +80,39 @@ def config(experts: int, layers: int, share: int = 1) -> dict[str, Any]:
     }
 
 
+def save(directory: Path, experts: int, layers: int, share: int = 1) -> None:
+    """Write a checkpoint without weights; its tokenizer knows one word for each token.
+
+    Args:
+        directory: folder that is there already.
+        experts: as in ``config``.
+        layers: likewise.
+        share: likewise.
+    """
+    ends = ["<s>", "</s>"]
+    words = ends + [f"w{number}" for number in range(len(ends), VOCABULARY)]
+    added = [{"id": number, "content": word, "special": True} for number, word in enumerate(ends)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [each | flags for each in added],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: number for number, word in enumerate(words)},
+            "unk_token": words[-1],
+        },
+    }
+    named = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": ends[0],
+        "eos_token": ends[1],
+    }
+    (directory / "config.json").write_text(json.dumps(config(experts, layers, share)))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+
+
 def register_loader() -> None:
     """Give vLLM the loader of random weights, in this process."""
     from vllm.model_executor import model_loader
@@ -92,8 +125,8 @@ def register_loader() -> None:
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
             fill(model)
 
-    if _FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
-        model_loader.register_model_loader(_FORMAT)(RandomLoader)
+    if FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        model_loader.register_model_loader(FORMAT)(RandomLoader)
 
 
 def engine(experts: int = 64, layers: int = 8, *, share: int = 1, **options: Any) -> Any:
@@ -103,10 +136,10 @@ def engine(experts: int = 64, layers: int = 8, *, share: int = 1, **options: Any
 
     register_loader()
     directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps(config(experts, layers, share)))
+    save(directory, experts, layers, share)
     settings = {
         "skip_tokenizer_init": True,
-        "load_format": _FORMAT,
+        "load_format": FORMAT,
         "dtype": "bfloat16",
         "gpu_memory_utilization": 0.5,
         "max_model_len": 8192,
