@@ -41,7 +41,7 @@ class Worker:
             rehearsal = warm_up.Rehearsal(model, self.vllm_config)
             rehearsal.most_tokens = MOST_TOKENS
             rehearsal.run()
-        warmup = warm_up._Warmup(model, self.vllm_config)
+        warmup = warm_up._Warmup(warm_up.Rehearsal(model, self.vllm_config))
         broken = mock.patch.object(warm_up.Rehearsal, "run", side_effect=AttributeError("moved"))
         with broken, mock.patch.object(warm_up._LOG, "exception") as logged:
             warmup.compile(0)
@@ -77,16 +77,25 @@ class Worker:
         return [cache for cache in caches if cache is not None and cache.numel()]
 
 
-def _registered(warm_up: Any, config: Any) -> list[str]:
-    """What vLLM compiles at the start of a server on a GPU."""
+def _registered(warm_up: Any, config: Any) -> list[Any]:
+    """What vLLM compiles at the start of a server on a GPU, and what precedes the model's calls."""
     import torch
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
     registry = JitWarmupRegistry(config)
-    model = SimpleNamespace(parameters=lambda: iter([torch.empty(0, device="meta")]))
-    with registry.activate(), mock.patch.object(warm_up, "Rehearsal"):
+    hooks: list[Any] = []
+    model = SimpleNamespace(
+        parameters=lambda: iter([torch.empty(0, device="meta")]),
+        register_forward_pre_hook=hooks.append,
+    )
+    with (
+        registry.activate(),
+        mock.patch.object(warm_up, "Rehearsal"),
+        mock.patch.object(config.kernel_config, "enable_jit_warmup", True),
+    ):
         warm_up.register(model, config)
-    return [type(kernel).__name__ for kernel in registry._registrations]
+    names = [type(kernel).__name__ for kernel in registry._registrations]
+    return [*names, len(hooks)]
 
 
 def _left_out(warm_up: Any) -> list[float]:

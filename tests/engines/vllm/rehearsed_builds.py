@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -57,13 +58,41 @@ def main(answer: Path) -> None:
             layers = len(inner.layers)
             passes.append({"builds": list(builds), "launches": launched, "layers": layers})
 
+        firsts = first_runs(step, rehearsal, builds, launches)
         rehearsal.steps = steps
         rehearsal.run()
         layers = inner.start_layer, inner.end_layer, len(inner.layers)
         again = marked(rehearsal, passes)
         others = purposes(step)
     found = {"passes": passes[:2], "layers": layers, "again": again, "purposes": others}
+    found["firsts"] = firsts
     answer.write_text(json.dumps(found))
+
+
+def first_runs(
+    step: Any, rehearsal: Any, builds: list[str], launches: dict[Any, int]
+) -> list[dict[str, Any]]:
+    """Builds and launches before the model's first call, in it, and in the second call."""
+    bare, found = type(rehearsal).bare_steps, []
+
+    def noted(run: Any) -> None:
+        builds.clear()
+        launches.clear()
+        run()
+        found.append({"builds": list(builds), "launches": sum(launches.values())})
+        builds.clear()
+        launches.clear()
+
+    def call() -> None:
+        positions = torch.zeros(MOST_TOKENS, dtype=torch.int64, device="meta")
+        inputs = SimpleNamespace(metadata=None, positions=positions)
+        with rehearsal._context(MOST_TOKENS, inputs):
+            step.model(input_ids=positions.int(), positions=positions)
+
+    with mock.patch.object(type(rehearsal), "bare_steps", lambda own: noted(lambda: bare(own))):
+        noted(call)
+        noted(call)
+    return found
 
 
 def marked(rehearsal: Any, passes: list[Any]) -> dict[str, Any]:

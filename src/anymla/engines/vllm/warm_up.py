@@ -12,6 +12,9 @@ which Triton compiles kernels again. A start that finds the mark of an earlier o
 these kernels are in Triton's cache, leaves this form out: to look up each of them takes as many
 launches as to compile it.
 
+vLLM runs the model once before that, to measure memory, when there are no caches yet. Its kernels
+would be compiled one after the other, so steps without attention are compiled before this run.
+
 DeepGEMM compiles one kernel after the other, some ten seconds each. Its warm-up is vLLM's
 (``vLLM_DEEP_GEMM_WARMUP``): if that is off, DeepGEMM's products are left out here as well.
 """
@@ -32,7 +35,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 from vllm import envs
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKernel
 from vllm.utils import deep_gemm
@@ -74,30 +77,53 @@ def register(model: nn.Module, vllm_config: Any) -> None:
     attention would have registered them, had it been built.
     """
     if next(model.parameters()).device.type != "cpu":
-        JitWarmupRegistry.register(_Warmup(model, vllm_config))
+        rehearsal = Rehearsal(model, vllm_config)
+        JitWarmupRegistry.register(_Warmup(rehearsal))
         sparse_swa._COMPUTE_PREFILL_METADATA_KERNEL.register_warmup()
+        parallel = vllm_config.parallel_config
+        # Other ranks' first runs are not this one's.
+        alone = parallel.world_size_across_dp == parallel.tensor_parallel_size
+        if vllm_config.kernel_config.enable_jit_warmup and alone:
+            _before_first_run(model, rehearsal)
+
+
+def _before_first_run(model: nn.Module, rehearsal: Rehearsal) -> None:
+    """Compile when the model is first called, if that is without metadata, as without caches."""
+
+    def compile_first(*_: Any) -> None:
+        hook.remove()
+        if not get_forward_context().attn_metadata:
+            _attempt(rehearsal, rehearsal.run_without_caches)
+
+    hook = model.register_forward_pre_hook(compile_first)
 
 
 class _Warmup(VllmJitKernel[int]):
     """Kernel of vLLM's registry; it runs after the caches exist and before graphs are captured."""
 
-    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+    def __init__(self, rehearsal: Rehearsal) -> None:
         super().__init__()
-        self.rehearsal = Rehearsal(model, vllm_config)
+        self.rehearsal = rehearsal
 
     def get_warmup_keys(self) -> list[int]:
         return [0]
 
     def compile(self, compile_key: int) -> None:
         start = time.perf_counter()
-        try:
-            self.rehearsal.run()
-        except Exception:  # a server that compiles at first use is better than none
-            if self.rehearsal.config.parallel_config.world_size_across_dp > 1:
-                raise  # other ranks wait for this one
-            _LOG.exception("anymla: steps were not rehearsed; kernels are compiled at first use")
-        else:
+        if _attempt(self.rehearsal, self.rehearsal.run):
             _LOG.info("anymla: steps rehearsed in %.0f s", time.perf_counter() - start)
+
+
+def _attempt(rehearsal: Rehearsal, run: Callable[[], None]) -> bool:
+    """Return whether it ran; an exception is raised only where other ranks wait for this one."""
+    try:
+        run()
+    except Exception:  # a server that compiles at first use is better than none
+        if rehearsal.config.parallel_config.world_size_across_dp > 1:
+            raise
+        _LOG.exception("anymla: steps were not rehearsed; kernels are compiled at first use")
+        return False
+    return True
 
 
 class Rehearsal:
@@ -124,42 +150,60 @@ class Rehearsal:
     def run(self) -> None:
         """Compile the kernels of every kind of step on all cores, then run every kind."""
         with self._one_layer_of_each_kind():
-            device = next(self.model.parameters()).device
-            if device.type != "cpu":
-                self._compile(device)
+            if self._device().type != "cpu":
+                self._compile(self.purpose(), self.steps, self.mixed_steps)
             left_out = envs.VLLM_DEEP_GEMM_WARMUP == "skip"
             with _without_deep_gemm() if left_out else contextlib.nullcontext():
                 self.steps()
 
-    def _compile(self, device: torch.device) -> None:
-        """Compile the kernels on all cores, unless all ranks find them compiled."""
-        start = time.perf_counter()
-        mark = CompileMark(self.purpose(), device)
+    @torch.inference_mode()
+    def run_without_caches(self) -> None:
+        """Compile the kernels of steps without attention on all cores."""
+        with self._one_layer_of_each_kind():
+            self._compile(self.purpose(caches=False), self.bare_steps)
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _compile(self, purpose: dict[str, Any], *kinds: Callable[[], None]) -> None:
+        """Compile the kernels on all cores, unless all ranks find them compiled.
+
+        Args:
+            purpose: what the kernels follow from.
+            kinds: functions that run steps.
+        """
+        start, device = time.perf_counter(), self._device()
+        mark = CompileMark(purpose, device)
         if _all(mark.is_valid(), device):
             _LOG.info("anymla: an earlier start compiled these kernels")
             return
         with compiled_together(**_ranks()) as compiling:
             if compiling:
                 with _without_deep_gemm(), _zeros():
-                    self.steps()
-                    self.mixed_steps()
+                    for steps in kinds:
+                        steps()
         mark.leave(compiling.hashes)
         _LOG.info("anymla: kernels compiled in %.0f s", time.perf_counter() - start)
 
-    def purpose(self) -> dict[str, Any]:
+    def purpose(self, *, caches: bool = True) -> dict[str, Any]:
         """Return what the kernels follow from, but for the machine: a start with the same has them.
 
         Tensors' numbers of rows count by what Triton compiles for.
+
+        Args:
+            caches: of steps that use them.
         """
         config, parallel = self.config.model_config.hf_config, self.config.parallel_config
         named = {"_name_or_path", "transformers_version"}
         kinds = (type(each) for each in self.model.modules())
         methods = (type(getattr(each, "quant_method", None)) for each in self.model.modules())
         tensors = itertools.chain(
-            self.model.named_parameters(), self.model.named_buffers(), self._caches()
+            self.model.named_parameters(),
+            self.model.named_buffers(),
+            self._caches() if caches else (),
         )
         return {
-            "name": "vLLM's steps",
+            "name": "vLLM's steps" if caches else "vLLM's steps without attention",
             "model": {k: v for k, v in config.to_dict().items() if k not in named},
             "classes": _digest([f"{each.__module__}.{each.__qualname__}" for each in kinds]),
             "methods": _digest([f"{each.__module__}.{each.__qualname__}" for each in methods]),
@@ -221,6 +265,12 @@ class Rehearsal:
                 if layer.indexer is not None:
                     self._select(layer, tokens, [_Decodes([layer], tokens, context)])
 
+    def bare_steps(self) -> None:
+        """Run steps without attention: the largest first, which vLLM's first run is."""
+        for tokens in reversed(_sizes(self.most_tokens)):
+            positions = torch.zeros(tokens, dtype=torch.int64, device=self._device())
+            self._forward(tokens, SimpleNamespace(metadata=None, positions=positions))
+
     def mixed_steps(self) -> None:
         """Run attention and selection of prefills behind decodes, and of later chunks."""
         kinds = {layer.compress_ratio: layer for layer in self.layers}
@@ -247,13 +297,13 @@ class Rehearsal:
         ratios = {layer.compress_ratio for layer in self.layers}
         return not all(decoding_pays(tokens, [context], ratio) for ratio in ratios)
 
-    def _forward(self, tokens: int, step: _Step) -> None:
+    def _forward(self, tokens: int, step: _Step | SimpleNamespace) -> None:
         """Run a whole step, bypassing any replacement of this model's forward, such as an audit."""
         inner, ids = self.model.model, step.positions.int()
         with self._context(tokens, step):
             type(inner).forward(inner, ids, step.positions, None, None)
 
-    def _context(self, tokens: int, step: _Step) -> Any:
+    def _context(self, tokens: int, step: _Step | SimpleNamespace) -> Any:
         # Routers read it in every step of vLLM's second runner.
         padding = torch.zeros(tokens, dtype=torch.bool, device=step.positions.device)
         return set_forward_context(
