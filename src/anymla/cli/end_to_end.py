@@ -11,6 +11,7 @@ import click
 import torch
 
 from anymla.bench.environment import environment
+from anymla.bench.gpu import device_facts
 from anymla.bench.report import Result, append_rows
 from anymla.cli.bad_input import BadInput, bad_input
 from anymla.cli.files import read_text
@@ -77,7 +78,7 @@ def ask_for_passkeys(
             exact = LLM(checkpoint, device=place, backend=backend, dtype="fp32")
         token_ids = llm.tokenizer.encode(words)[: min(max(lengths), _TEXT)]
         rows += _weigh(exact, llm, token_ids)
-    _conclude(found, rows, json_file)
+    _conclude(found, rows, json_file, on_gpu=place.type != "cpu")
 
 
 def _weigh(exact: LLM, rounded: LLM, token_ids: Sequence[int]) -> list[Result]:
@@ -128,7 +129,7 @@ def ask_vllm_for_passkeys(
             for length in lengths:
                 _show(length, [each for each in some if each.length == length])
             found += some
-    _conclude(found, _passkey_rows(found), json_file, " --engine vllm")
+    _conclude(found, _passkey_rows(found), json_file, " --engine vllm", on_gpu=on_gpu)
 
 
 def _fit(checkpoint: Path, directory: Path, *, on_gpu: bool) -> Path:
@@ -187,11 +188,17 @@ def _case(found: Finding) -> str:
 
 
 def _conclude(
-    found: Sequence[Finding], rows: Sequence[Result], json_file: Path | None, words: str = ""
+    found: Sequence[Finding],
+    rows: Sequence[Result],
+    json_file: Path | None,
+    words: str = "",
+    *,
+    on_gpu: bool,
 ) -> None:
     if json_file is not None:
+        facts = environment(_COMMAND + words) | (device_facts() if on_gpu else {})
         with bad_input():
-            append_rows(json_file, rows, environment(_COMMAND + words))
+            append_rows(json_file, rows, facts)
     missed = sum(each.fault == "none" and not each.answer.found for each in found)
     if missed:
         raise click.ClickException(f"{missed} passkeys were not found")
