@@ -15,6 +15,7 @@ import argparse
 import functools
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -40,17 +41,22 @@ from anymla.bench.gpu import device_facts  # noqa: E402
 
 # Heads of a rank, and entries that an indexer selects: V4-Flash whole, at TP4 and at TP8; V4-Pro.
 MODELS = ((64, 512), (16, 512), (8, 512), (128, 1024))
-DECODES = ((1, 8192), (8, 8192), (32, 8192), (128, 8192), (8, 65536))
+DECODES = ((8, 8192), (32, 8192), (128, 8192), (1, 8192), (8, 65536))
+DECODES_OF_OTHERS = 3  # of these, for what is not V4-Flash whole
 PREFILLS = (
     Load((4096,), (4096,)),
     Load((32768,), (4096,)),
     Load((9216,) * 4, (1024,) * 4),
 )
-SELECTIONS = ((1, 8192), (8, 8192), (32, 8192), (128, 8192), (1, 65536), (8, 65536), (32, 65536))
-PARTS = (*(f"decode-{heads}" for heads, _ in MODELS), "prefill-64", "prefill-8", "selection")
+SELECTIONS = ((8, 8192), (8, 65536), (32, 8192), (128, 8192), (1, 8192), (1, 65536), (32, 65536))
+PARTS = (
+    *("decode-64", "selection", "prefill-64", "decode-8"),
+    *("prefill-8", "decode-16", "decode-128"),
+)
 LAYERS = 4  # layers of each ratio in a graph
 _PADDED = 64  # heads that SGLang pads a rank's to
-_COMPILING = 100.0  # most seconds of a process that compiles
+_COMPILING = 100.0  # most seconds until processes that compile have ended
+_TOPK = "topk"  # compiles SGLang's top-k and what a selection by it calls
 _KINDS = {0: "window", 4: "ratio 4", 128: "ratio 128"}
 Row = dict[str, Any]
 
@@ -188,46 +194,53 @@ def recorded(run: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda
     return graph
 
 
-def decode_rows(engines: Engines, clock: Clock, heads: int) -> Iterator[Row]:
-    """Compare decode steps' attention for one number of heads."""
+def loads_of(part: str) -> Sequence[Any]:
+    """Return the loads of a part: batches of a prefill, or requests and the tokens of each."""
+    name, _, heads = part.partition("-")
+    if name == "decode":
+        return DECODES if int(heads) == MODELS[0][0] else DECODES[:DECODES_OF_OTHERS]
+    return PREFILLS if name == "prefill" else SELECTIONS
+
+
+def decode_rows(engines: Engines, clock: Clock, heads: int, load: tuple[int, int]) -> Iterator[Row]:
+    """Compare a decode step's attention for one number of heads."""
     topk = dict(MODELS)[heads]
-    for requests, tokens in DECODES:
-        scene = Scene(uneven(requests, tokens), heads=heads, topk=topk, each=LAYERS)
-        case = f"{requests} requests x {tokens}, 128 + {topk}"
-        yield from attention_rows(engines, clock, scene, case)
+    requests, tokens = load
+    scene = Scene(uneven(requests, tokens), heads=heads, topk=topk, each=LAYERS)
+    case = f"{requests} requests x {tokens}, 128 + {topk}"
+    yield from attention_rows(engines, clock, scene, case)
 
 
-def prefill_rows(engines: Engines, clock: Clock, heads: int) -> Iterator[Row]:
-    """Compare prefill's attention for one number of heads."""
-    for load in PREFILLS:
-        scene = Scene(load, heads=heads, each=2)
-        behind = load.lengths[0] - load.extends[0]
-        case = f"{len(load.lengths)} x {load.extends[0]} tokens behind {behind}"
-        yield from attention_rows(engines, clock, scene, case)
+def prefill_rows(engines: Engines, clock: Clock, heads: int, load: Load) -> Iterator[Row]:
+    """Compare a prefill's attention for one number of heads."""
+    scene = Scene(load, heads=heads, each=2)
+    behind = load.lengths[0] - load.extends[0]
+    case = f"{len(load.lengths)} x {load.extends[0]} tokens behind {behind}"
+    yield from attention_rows(engines, clock, scene, case)
 
 
-def selection_rows(engines: Engines, clock: Clock) -> Iterator[Row]:
-    """Compare selections of decode steps: scores and top-k of layers of ratio 4."""
-    for requests, tokens in SELECTIONS:
-        scene = Scene(uneven(requests, tokens), heads=8, each=LAYERS)
-        stream = torch.cuda.Stream()
-        graphs = {"lists": scenes.capture(scene, lambda: None, stream)}
-        found = {}
-        for name, plugin in (("sglang", False), ("us", True)):
-            engines.use(scene, plugin)
-            layers = functools.partial(_select, scene)
-            graphs[name] = scenes.capture(scene, layers, stream)
-            found[name] = scene.core.c4_sparse_page_indices.clone()
-        times = clock.medians(graphs)
-        each = {n: (times[n] - times["lists"]) / LAYERS for n in found}
-        yield {
-            "part": "SGLang's selection",
-            "case": f"64 index heads, 512 entries, {requests} requests x {tokens}",
-            "us": round(each["us"], 2),
-            "sglang_us": round(each["sglang"], 2),
-            "times": round(each["sglang"] / each["us"], 3),
-            **_compared(scene, scene.layers[4][-1], found),
-        }
+def selection_row(engines: Engines, clock: Clock, load: tuple[int, int]) -> Row:
+    """Compare the selection of a decode step: scores and top-k of layers of ratio 4."""
+    requests, tokens = load
+    scene = Scene(uneven(requests, tokens), heads=8, each=LAYERS)
+    stream = torch.cuda.Stream()
+    graphs = {"lists": scenes.capture(scene, lambda: None, stream)}
+    found = {}
+    for name, plugin in (("sglang", False), ("us", True)):
+        engines.use(scene, plugin)
+        layers = functools.partial(_select, scene)
+        graphs[name] = scenes.capture(scene, layers, stream)
+        found[name] = scene.core.c4_sparse_page_indices.clone()
+    times = clock.medians(graphs)
+    each = {n: (times[n] - times["lists"]) / LAYERS for n in found}
+    return {
+        "part": "SGLang's selection",
+        "case": f"64 index heads, 512 entries, {requests} requests x {tokens}",
+        "us": round(each["us"], 2),
+        "sglang_us": round(each["sglang"], 2),
+        "times": round(each["sglang"] / each["us"], 3),
+        **_compared(scene, scene.layers[4][-1], found),
+    }
 
 
 def _select(scene: Scene) -> None:
@@ -254,18 +267,26 @@ def uneven(requests: int, tokens: int) -> Load:
     return Load(tuple(tokens - 37 * (request % 16) for request in range(requests)))
 
 
-def rows_of(part: str, engines: Engines, clock: Clock) -> Iterator[Row]:
-    """Yield the rows of a part, named as in PARTS."""
+def rows_of(part: str, engines: Engines, clock: Clock, load: Any, own_topk: bool) -> Iterator[Row]:
+    """Yield the rows of one load of a part.
+
+    Args:
+        part: one of PARTS, or "topk" for a selection.
+        engines: functions of both.
+        clock: measures them.
+        load: one of ``loads_of(part)``.
+        own_topk: True for a selection by SGLang's top-k, if that compiles; False for torch's.
+    """
     name, _, heads = part.partition("-")
-    if name == "selection":
-        own = topk_compiles()
+    if name in ("selection", _TOPK):
+        own = own_topk and topk_compiles()
         scenes.select_as(scores=True, topk=own)
-        for row in selection_rows(engines, clock):
-            yield row | {"sglang_topk": "SGLang's kernel" if own else "torch"}
+        row = selection_row(engines, clock, load)
+        yield row | {"sglang_topk": "SGLang's kernel" if own else "torch"}
     else:
         scenes.select_as(scores=False, topk=False)
         rows = decode_rows if name == "decode" else prefill_rows
-        yield from rows(engines, clock, int(heads))
+        yield from rows(engines, clock, int(heads), load)
 
 
 def topk_compiles() -> bool:
@@ -296,52 +317,70 @@ class Compilers:
     """Processes that compile the parts' kernels, all at the same time."""
 
     def __init__(self, parts: Sequence[str]) -> None:
-        """Start a process for each part."""
+        """Start a process for each part, and two for one of many loads."""
         self._begun = time.monotonic()
+        jobs = []
+        for part in parts:
+            count = len(loads_of(part))
+            halves = (range(0, count, 2), range(1, count, 2)) if count > 3 else (range(count),)
+            jobs += [(part, half) for half in halves]
+        if "selection" in parts:
+            jobs.append((_TOPK, range(1)))
         command = [sys.executable, __file__, os.devnull]
-        options = ["--rounds", "1", "--here"]
-        self._running = {
-            part: subprocess.Popen([*command, part, *options], stdout=subprocess.DEVNULL)
-            for part in parts
-        }
+        self._running = {}
+        for part, loads in jobs:
+            options = ["--rounds", "1", "--here", "--loads", *map(str, loads)]
+            self._running[part, loads] = subprocess.Popen(
+                [*command, part, *options], stdout=subprocess.DEVNULL
+            )
 
-    def wait(self, part: str) -> None:
-        """Wait for a part's kernels, but not for longer than they may take."""
-        process = self._running[part]
-        try:
-            process.wait(max(0.1, _COMPILING - (time.monotonic() - self._begun)))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        taken = time.monotonic() - self._begun
-        print(f"compiled {part}: {process.wait()}, {taken:.0f} s", flush=True)
+    def wait(self, most: float) -> None:
+        """Wait for the kernels, but not until longer than ``most`` seconds after the start."""
+        for (part, loads), process in self._running.items():
+            try:
+                process.wait(max(0.1, most - (time.monotonic() - self._begun)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+            taken = time.monotonic() - self._begun
+            print(f"compiled {part} {list(loads)}: {process.wait()}, {taken:.0f} s", flush=True)
 
 
 def main() -> None:
     """Append the rows."""
+    begun = time.monotonic()
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", type=Path, help="file of rows that is appended to")
     parser.add_argument("parts", nargs="*", default=PARTS, help=", ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=12, help="replays of each graph")
+    parser.add_argument("--loads", type=int, nargs="+", help="numbers of a part's loads; all")
+    parser.add_argument("--compiling", type=float, default=_COMPILING, help="seconds at most")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no load begins after")
     parser.add_argument("--here", action="store_true", help="compile in this process")
     given = parser.parse_args()
-    compilers = None if given.here else Compilers(given.parts)
-    if compilers is not None:  # nothing is timed beside processes that use the device
-        for part in given.parts:
-            compilers.wait(part)
+    if not given.here:  # nothing is timed beside processes that use the device
+        Compilers(given.parts).wait(given.compiling)
         os.environ["SGLANG_CRASH_ON_JIT_COMPILE"] = "1"  # what took too long is not begun again
     scenes.configure()
     engines, clock = Engines(), Clock(given.rounds)
     gc.freeze()  # each capture collects garbage, among all that SGLang imports
     common = environment("python benchmarks/sglang/backend.py ROWS") | device_facts() | versions()
-    for part in given.parts:
+    # One load of each part, then the next, so that a run that is cut short has something of each.
+    numbered = [(n, part) for part in given.parts for n in range(len(loads_of(part)))]
+    for number, part in sorted(numbered, key=lambda each: each[0]):
+        if given.loads is not None and number not in given.loads:
+            continue
+        if time.monotonic() - begun > given.seconds:
+            print(f"no time: {part}, load {number}", flush=True)
+            continue
         try:
-            for row in rows_of(part, engines, clock):
+            own = part == _TOPK or not given.here
+            for row in rows_of(part, engines, clock, loads_of(part)[number], own):
                 print(json.dumps(row), flush=True)
                 with given.rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row | common) + "\n")
         except Exception:
             traceback.print_exc()
-            print(f"failed: {part}", flush=True)
+            print(f"failed: {part}, load {number}", flush=True)
         torch.cuda.empty_cache()
 
 

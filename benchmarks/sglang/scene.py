@@ -22,6 +22,9 @@ WINDOW, PAGE = 128, 256
 RATIOS = (0, 4, 128)
 INDEX_HEADS = 64
 _MAIN_BYTES, _INDEX_BYTES = 584, 132
+# Mean of the sinks. Softmax over 640 random rows sums to some 1,000 in these units, of which a sink
+# is a few per cent then. Around 0 it would be 0.1 %, which attention's rounding hides.
+_SINK = 4.0
 _BANK = 16  # distinct pages of random rows, which the pages of a pool repeat in random order
 
 
@@ -56,6 +59,7 @@ class Scene:
         sink: logits of the heads.
         index_q: index queries, float8_e4m3fn [T, 64, 128].
         index_weights: float32 [T, 64, 1].
+        held: what captured graphs read, which SGLang's backend forgets at the next capture.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Scene:
             seed: seed of all that is random.
         """
         self.load = load
+        self.held: list[object] = []
         self._device = torch.device(device)
         self._generator = torch.Generator(device).manual_seed(seed)
         ratios = [ratio for ratio in RATIOS for _ in range(each)]
@@ -99,7 +104,7 @@ class Scene:
         """Draw queries and logits of another number of heads."""
         self.heads = heads
         self.q = self._normal(sum(self.load.new), heads, 512).bfloat16()
-        self.sink = self._normal(heads)
+        self.sink = self._normal(heads) + _SINK
         self._padded: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, heads: int | None = None) -> Tensor:
@@ -394,18 +399,20 @@ def capture(scene: Scene, layers: Callable[[], object], stream: torch.cuda.Strea
         metadata = backend.forward_metadata
         backend.init_forward_metadata_out_graph(batch)
         backend.forward_metadata = metadata  # the graph's, whose tensors the replay writes
+        scene.held.append((metadata, backend.cuda_graph_metadata_of_bucket_and_bs))
         graph.replay()
         stream.synchronize()
     return graph
 
 
 def _decoded(view: Tensor, slots: Tensor, layout: str) -> Tensor:
+    """Decode entries of pages [P, entries, bytes] at slots, by the oracle on the CPU."""
     from anymla.testing.oracle.row_formats import ROW_FORMATS
 
     size = view.shape[1]
     planes = get_layout(layout).planes(view)
-    picked = [each[slots // size, slots % size] for each in planes if each is not None]
-    return ROW_FORMATS[layout].decode(*picked).double()
+    picked = [each[slots // size, slots % size].cpu() for each in planes if each is not None]
+    return ROW_FORMATS[layout].decode(*picked).to(view.device)
 
 
 def spread(count: int, parts: int) -> Sequence[int]:

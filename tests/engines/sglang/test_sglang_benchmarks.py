@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang: make test-sglang", allow_module_level=True)
@@ -28,6 +29,31 @@ def run(script: Path, *words: str, **variables: str) -> None:
 
 def rows_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class _Elsewhere(torch.Tensor):
+    """A tensor as if on another device: what is on the CPU cannot be indexed by it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.__getitem__ and not isinstance(args[0], cls):
+            raise RuntimeError("indices should be either on cpu or on the same device")
+        result = super().__torch_function__(function, types, args, kwargs)
+        return result.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else result
+
+
+def test_rows_are_decoded_wherever_they_are() -> None:
+    from scene import MAIN_FP8, _decoded
+
+    from anymla.formats.page_layout import get_layout
+
+    written = torch.randn(8, 512)
+    pages = torch.zeros(2, 4, 584, dtype=torch.uint8)
+    get_layout(MAIN_FP8).write(pages, torch.arange(8), written)
+    found = _decoded(pages.as_subclass(_Elsewhere), torch.tensor([5, 2]), MAIN_FP8)
+    assert (found - written[[5, 2]]).abs().max() < 0.2
 
 
 def test_both_engines_are_compared(tmp_path: Path) -> None:
