@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lab.page.decode import decode_blocks
 from lab.page.evidence import evidence_blocks
 from lab.page.intel import intel_peer_table, intel_table
-from lab.page.layers import layer_table
+from lab.page.layers import experts_table, layer_table
 from lab.page.peers import decode_by_heads, peer_table
 from lab.page.prefill import prefill_blocks
 from lab.page.rows import Row
@@ -29,6 +29,7 @@ def readme_blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
         "intel": intel_table(rows),
         "intel_peer": intel_peer_table(rows),
         "layer": layer_table(rows),
+        "layer_experts": experts_table(rows),
         **prefill_blocks(rows),
         **decode_blocks(rows),
         **evidence_blocks(rows),
