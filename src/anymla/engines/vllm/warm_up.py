@@ -169,7 +169,7 @@ class Rehearsal:
         """Compile the kernels on all cores, unless all ranks find them compiled.
 
         Args:
-            purpose: what the kernels follow from.
+            purpose: values that the kernels follow from.
             kinds: functions that run steps.
         """
         start, device = time.perf_counter(), self._device()
@@ -191,7 +191,7 @@ class Rehearsal:
         Tensors' numbers of rows count by what Triton compiles for.
 
         Args:
-            caches: of steps that use them.
+            caches: True for steps that use caches.
         """
         config, parallel = self.config.model_config.hf_config, self.config.parallel_config
         named = {"_name_or_path", "transformers_version"}
