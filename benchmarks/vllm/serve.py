@@ -176,7 +176,7 @@ def server_options(options: argparse.Namespace, *, warms_up: bool) -> list[str]:
 def client_options(
     server: Server, point: tuple[int, int], model: Path, seed: int, asked: argparse.Namespace
 ) -> list[str]:
-    """Arguments of ``vllm bench serve``."""
+    """Return arguments for ``vllm bench serve``."""
     tokens, new = point
     return [
         "--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions",
@@ -195,7 +195,7 @@ def bench(command: str, arguments: Sequence[str]) -> dict[str, Any]:
 
     Args:
         command: program that takes these arguments; vLLM's own in this process if empty.
-        arguments: of ``vllm bench serve``.
+        arguments: arguments for ``vllm bench serve``.
 
     Raises:
         RuntimeError: the command failed.
@@ -357,29 +357,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Start the servers, measure, and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path)
-    parser.add_argument("--modes", default="off,force", help="of servers to start; parts by '+'")
     parser.add_argument(
-        "--urls", type=_urls, help='of servers that run: "off=http://... force=http://..."'
+        "--modes", default="off,force", help="modes of the servers to start, parts joined by '+'"
     )
-    parser.add_argument("--model", type=Path, help="checkpoint; else V4-Flash's sizes, random")
+    parser.add_argument(
+        "--urls", type=_urls, help='servers that run already: "off=http://... force=http://..."'
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint instead of random weights of V4-Flash's sizes"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8], help="of graphs")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[1, 8], help="requests in captured graphs"
+    )
     parser.add_argument("--cache-gib", type=int, default=4)
     parser.add_argument("--caches", type=Path, help="folder for compiled kernels")
-    parser.add_argument("--label", default="", help="of the start, such as cold")
-    parser.add_argument("--seconds", type=float, default=600, help="that a start may take")
-    parser.add_argument("--more", default="", help="more arguments of the servers")
+    parser.add_argument("--label", default="", help="name of the start in rows, such as cold")
+    parser.add_argument("--seconds", type=float, default=600, help="longest time of a start")
+    parser.add_argument("--more", default="", help="further arguments for the servers")
     parser.add_argument(
-        "--points", type=_points, default=_points("1024x256,8192x1024"), help="prompt x new tokens"
+        "--points",
+        type=_points,
+        default=_points("1024x256,8192x1024"),
+        help="prompt and new tokens of each point",
     )
-    parser.add_argument("--prompts", type=int, default=16, help="of a run")
-    parser.add_argument("--concurrency", type=int, default=8, help="requests at once, at most")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts in a run")
+    parser.add_argument("--concurrency", type=int, default=8, help="most requests at once")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=0, help="seconds of repeats; 0: no limit")
-    parser.add_argument("--client", default="", help='such as "vllm bench serve"')
-    parser.add_argument("--logs", type=Path, default=Path(), help="where servers' logs go")
-    parser.add_argument("--beside", default="", help="what else ran on the machine")
+    parser.add_argument(
+        "--budget", type=float, default=0, help="seconds for all repeats; 0 for no limit"
+    )
+    parser.add_argument(
+        "--client",
+        default="",
+        help='a command instead of vLLM in this process, such as "vllm bench serve"',
+    )
+    parser.add_argument("--logs", type=Path, default=Path(), help="folder for the servers' logs")
+    parser.add_argument("--beside", default="", help="note on what else runs on the machine")
     asked = parser.parse_args(arguments)
     modes = [mode.replace("+", ",") for mode in asked.modes.split(",")]
     with tempfile.TemporaryDirectory() as place:
