@@ -103,10 +103,14 @@ class DecodeRunner:
 
         Neither graphs nor streams can be copied.
         """
-        model, store, blocks = (
-            copy.deepcopy(each, memo) for each in (self._model, self._store, self._blocks)
+        copied = functools.partial(copy.deepcopy, memo=memo)
+        return DecodeRunner(
+            copied(self._model),
+            copied(self._store),
+            self._options,
+            record=self._record,
+            blocks=copied(self._blocks),
         )
-        return DecodeRunner(model, store, self._options, record=self._record, blocks=blocks)
 
     def rehearse(self, buckets: Sequence[Bucket]) -> None:
         """Run the widest bucket of every ceiling, so that the workspace reaches its full size.
