@@ -8,7 +8,7 @@ from anymla.engines.seams import Seam, seam
 
 # Admitted versions, and the tests that each has passed.
 VERSIONS = {
-    "0.5.23": "its attention backend computes with the plugin on a CPU; no server was run",
+    "0.5.23": "its attention backend ran with the plugin on a CPU and an H200; no server was run",
 }
 
 FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"

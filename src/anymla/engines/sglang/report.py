@@ -61,7 +61,7 @@ def plan(machine: str, words: frozenset[str]) -> list[Part]:
     """Decide each part of an admitted SGLang.
 
     ``auto`` replaces what SGLang has no kernel for on the machine, and nothing for speed, because
-    no whole server was measured.
+    attention was measured within SGLang's backend and not in a whole server.
 
     Args:
         machine: result of ``this_machine``.
