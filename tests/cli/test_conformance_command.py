@@ -481,11 +481,15 @@ def test_what_vllm_says_is_judged(monkeypatch, tmp_path, said, status):
     monkeypatch.setattr("anymla.cli.end_to_end.installed_version", lambda: "0.32.0")
     monkeypatch.setattr("anymla.cli.end_to_end.answers", reply)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    facts = {"device": "NVIDIA H200"}
+    monkeypatch.setattr("anymla.cli.end_to_end.device_facts", lambda: facts)
     rows = tmp_path / "rows.jsonl"
     result = _end_to_end("--engine", "vllm", "--length", 512, "--depth", 0, "--json", rows)
     assert result.exit_code == status, result.output
     assert modes == ["off", "force"]
     marks = [line.split()[-1] for line in result.stdout.splitlines() if line[:3] == "512"]
     assert marks == ["+", "-" if status else "+"]
-    engines = [json.loads(line)["engine"] for line in rows.read_text().splitlines()]
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert all(row["device"] == "NVIDIA H200" for row in written)
+    engines = [row["engine"] for row in written]
     assert engines == ["vLLM 0.32.0 alone", "vLLM 0.32.0 with the plugin"]

@@ -168,7 +168,7 @@ def test_a_row_says_what_it_always_said(others, scripted, recorded_fields):
     clock = scripted(20, 50)
     batch = setup.batch(BATCH, CONTEXT)
     (result,) = run([layer_case(setup, case, batch, peers if others else None)], clock)
-    fields = recorded_fields("layer", layer.PART)
+    fields = recorded_fields("layer", layer.PART, "batch 1,")
     named = {"times_others", *(name for name in fields if name.startswith("others_"))}
     fields |= {"experts_mb"}  # rows before 30 November 2026 lack it
     assert set(result.values) == (fields if others else fields - named)
