@@ -459,6 +459,8 @@ class Tile:
         row_parts: number of parts into which ``triton_decode.walk_rows`` divides the channels of a
             row, never in float16; 0 for ``triton_decode.walk``, which has several tiles of
             channels.
+        stages: number of blocks of rows that ``gluon_sm80_decode`` copies ahead; 0 for the other
+            kernels.
     """
 
     heads: int
@@ -469,6 +471,7 @@ class Tile:
     words: bool = False
     per_sm: int = 1
     row_parts: int = 0
+    stages: int = 0
 
 
 # Each is the fastest of some forty tiles for FP8 rows and 128 + 512 slots. Pipelines deeper than 1
@@ -544,6 +547,7 @@ def choose_tile(
     *,
     tailless: bool = False,
     packed: bool = False,
+    copied: bool = False,
 ) -> Tile:
     """Choose the tile of the portable kernel.
 
@@ -557,6 +561,7 @@ def choose_tile(
         values: leading channels of a row that are the value.
         tailless: True if some rows are e4m3 codes throughout.
         packed: True if some rows are NVFP4.
+        copied: True if ``gluon_sm80_decode`` takes the rows: V4's, whole, at multiples of 16 bytes.
     """
     one_step = _ONE_STEP_CODES if tailless else _ONE_STEP
     fits = channels <= _ROW_CHANNELS and values <= _ROW_VALUES
@@ -576,6 +581,8 @@ def choose_tile(
     if target.backend != "cuda":
         return Tile(16, 32, 4)
     if target.name != "sm_90":
+        if mode == "float16" and copied:
+            return _copied_tile(heads, target)
         if mode == "float16":
             return _ahead_tile(heads, target, channels, dense=tailless or packed)
         # Plain rows have no registers for a block ahead. 32 heads and 32 rows of more than 512
@@ -592,6 +599,14 @@ def choose_tile(
     if heads > 32:
         return _MANY_HEADS
     return _FEW_HEADS if heads <= 16 else _HALF_HEADS
+
+
+def _copied_tile(heads: int, target: Target) -> Tile:
+    """Choose the tile of ``gluon_sm80_decode``, whose warps are four for each 16 heads."""
+    if heads > 16:
+        return Tile(32, 32, 8, stages=1)
+    large = target.shared_bytes >= _AHEAD_SHARED_BYTES
+    return Tile(16, 32, 4, stages=1, per_sm=2 if large else 1)
 
 
 def _ahead_tile(heads: int, target: Target, channels: int, *, dense: bool) -> Tile:
@@ -625,7 +640,7 @@ def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
         A number of at least 1 and at most one per step.
     """
     steps = max(1, -(-keys // tile.keys))
-    if tile.ahead:
+    if tile.ahead or tile.stages:
         return _splits_by_waves(max(ctas, 1), steps, tile, sm_count)
     most = min(sm_count // max(ctas, 1), steps)
     if most <= 1:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anymla.formats.page_layout import get_layout
+from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.formats.pages import PageLayout
 from anymla.formats.records import PlainRowsLayout, RowNvfp4Layout, SplitFp8Layout
 from anymla.ops import device as device_facts
@@ -25,7 +25,7 @@ from anymla.ops.attention.decode_config import (
 )
 from anymla.ops.attention.triton_decode import decode_kernel, row_constants
 from anymla.ops.attention.triton_decode_combine import SUMS, AttentionOut, combine_float32
-from anymla.ops.device import Target, far_reaching
+from anymla.ops.device import Target, far_reaching, has_gluon
 from anymla.ops.streams import scratch
 
 _LARGEST_INT32 = 2**31 - 1
@@ -176,8 +176,9 @@ def attend(
     tailless = any(_is_tailless(each.coded) for each in lists)
     packed = any(isinstance(each.coded, RowNvfp4Layout) for each in lists)
     tile = choose_tile(
-        heads, keys, width, mode, target, channels, values, tailless=tailless, packed=packed
-    )
+        heads, keys, width, mode, target, channels, values, tailless=tailless, packed=packed,
+        copied=has_gluon() and values == channels and all(map(_is_copied, lists)),
+    )  # fmt: skip
     if batch_invariant:
         splits = invariant_splits(keys, tile)
     else:
@@ -214,6 +215,11 @@ def _of(listed: RowsParams, tokens: slice) -> RowsParams:
     return dataclasses.replace(listed, indices=listed.indices[tokens], lengths=lengths)
 
 
+def _is_copied(listed: RowsParams) -> bool:
+    """Return True if rows are V4's, where ``cp.async`` can copy 16 bytes at a time."""
+    return listed.coded is get_layout(MAIN_FP8) and _aligned(listed, 16)
+
+
 def _is_tailless(coded: PageLayout | None) -> bool:
     """Return True if rows are e4m3 codes in blocks with a scale each, and nothing else."""
     return isinstance(coded, SplitFp8Layout) and coded.nope == coded.channels
@@ -244,6 +250,25 @@ def _launch(
         first, second = map(_far_reaching, lists)
     out, lse, sink, tile = to.out, to.lse, scan.sink, scan.tile
     anything = lse.view(torch.int32)
+    if tile.stages:
+        from anymla.ops.attention.gluon_sm80_decode import decode_mma_kernel
+
+        cache0, cache1 = (each.rows.view(torch.int32) for each in (first, second))
+        decode_mma_kernel[(tokens * -(-heads // tile.heads) * splits,)](
+            q, cache0, first.indices, _or(first.lengths, anything),
+            cache1, second.indices, _or(second.lengths, anything),
+            _or(sink, lse), out, lse, part, sums,
+            heads, first.indices.shape[1], second.indices.shape[1], _limit(first), _limit(second),
+            first.indices.stride(0), second.indices.stride(0), splits, total, at,
+            int(first.lengths is not None), int(second.lengths is not None),
+            int(sink is not None), scan.scale, to.empty_lse,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            HEADS=tile.heads, BN=tile.keys, STAGES=tile.stages, TWO=len(lists) > 1,
+            SPLIT=total > 1, PAGE0=first.entries, STEP0=first.page_stride // 4,
+            PAGE1=second.entries, STEP1=second.page_stride // 4,
+            NATIVE=bool(scan.target.native_e4m3), num_warps=tile.warps,
+        )  # fmt: skip
+        return
     decode_kernel[(tokens * -(-heads // tile.heads) * splits,)](
         q, first.rows, first.indices, _or(first.lengths, anything),
         second.rows, second.indices, _or(second.lengths, anything),
