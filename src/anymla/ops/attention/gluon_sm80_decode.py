@@ -24,7 +24,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops._gluon import view
 from anymla.ops._gluon_epilogue import tail_order
-from anymla.ops._gluon_ptx import cvt_f16x2_bf16x2, cvt_f16x2_e4m3x4_mul, mul_f16x2, prmt_b32
+from anymla.ops._gluon_ptx import (
+    cvt_f16x2_bf16x2,
+    cvt_f16x2_e4m3x4_mul,
+    mul_f16x2,
+    opaque,
+    prmt_b32,
+)
 from anymla.ops.attention import float16_range
 from anymla.ops.attention.triton_decode import COUNTS
 from anymla.ops.attention.triton_decode_combine import SUMS
@@ -192,8 +198,11 @@ def _decode(memory, stage, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.c
 
 
 @gluon.jit
-def _load_queries(queries, HEADS: gl.constexpr, MMA: gl.constexpr, MODE: gl.constexpr):
-    """Load a CTA's queries as an operand [4, HEADS, 128], and the factor of each head's scores."""
+def _load_queries(queries, rows, HEADS: gl.constexpr, MMA: gl.constexpr, MODE: gl.constexpr):
+    """Load a CTA's queries as an operand [4, HEADS, 128], and the factor of each head's scores.
+
+    They pass through the memory of ``rows``.
+    """
     q, stride, head0, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
     L: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, gl.num_warps(), 1], [2, 1, 0])
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
@@ -214,8 +223,9 @@ def _load_queries(queries, HEADS: gl.constexpr, MMA: gl.constexpr, MODE: gl.cons
         x = x * shrink * gl.where(channel < _NOPE, 1.0, _LIFT)
         grow = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
         factor = factor * gl.convert_layout(grow, SCORE) * (1.0 / _LIFT)
-    x = x.to(gl.bfloat16 if MODE == 1 else gl.float16)
-    return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2)), factor
+    to = rows.slice(0, HEADS, dim=1)
+    to.store(x.to(rows.dtype))
+    return to.load(gl.DotOperandLayout(0, MMA, 2)), factor
 
 
 @gluon.jit
@@ -264,10 +274,10 @@ def _walk(
             slots, first + stage, span, rows0, rows1, memory, stage, TILES, PLACES, TWO
         )
         slots = _load_slots(first + stage + 1, span, rows0, rows1, L, BN, TWO)
-    q, factor = _load_queries(queries, HEADS, MMA, MODE)
+    q, factor = _load_queries(queries, rows, HEADS, MMA, MODE)
     SHIFT: gl.constexpr = _SHIFT if MODE == 0 else 0.0
     highest = gl.full([HEADS], _NO_MAXIMUM, gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([HEADS, BN], gl.float32, SCORES)
+    count = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, SCORES))
     sums = gl.zeros([_PARTS, HEADS, _PART], gl.float32, MMA)
     inexact = gl.zeros([BN], gl.int32, gl.SliceLayout(1, L))
     spoiled = gl.zeros([BN, _TILE], gl.int32, L)
@@ -290,15 +300,14 @@ def _walk(
         masked = gl.expand_dims(bias.load(gl.SliceLayout(0, SCORES)), 0)
         s = s * gl.expand_dims(factor, 1) + masked
         peak = gl.maximum(highest, gl.max(s, 1))
-        decay = gl.expand_dims(gl.exp2(highest - peak), 1)
+        decay = gl.exp2(highest - peak)
         highest = peak
         p = gl.exp2(s - gl.expand_dims(peak - SHIFT, 1))
-        total = total * decay + p
+        count = count * decay + gl.sum(p, 1)
         p, _ = gl.broadcast(gl.expand_dims(p.to(DTYPE), 0), gl.zeros([_PARTS, HEADS, BN], DTYPE, MMA))
         p = gl.convert_layout(p, gl.DotOperandLayout(0, MMA, 2))
-        sums = mma_v2(p, rows.load(gl.DotOperandLayout(1, MMA, 2)), sums * gl.expand_dims(decay, 0))
+        sums = mma_v2(p, rows.load(gl.DotOperandLayout(1, MMA, 2)), sums * gl.expand_dims(gl.expand_dims(decay, 1), 0))
     async_copy.wait_group(0)
-    count = gl.sum(total, 1)
     unseen = 0.0
     if MODE == 0:
         # x * 0 is NaN if x is not finite: what float16 does not hold shows in these.
@@ -371,8 +380,10 @@ def decode_mma_kernel(
         queries, span, rows0, rows1, memory, HEADS, BN, STAGES, PLACES, TWO, 0, NATIVE
     )
     if unseen != unseen:
+        # Addresses are computed again: those of the first walk would be kept, and spill.
+        again = (opaque(span[0]), span[1], span[2])
         top, count, sums, unseen = _walk(
-            queries, span, rows0, rows1, memory, HEADS, BN, STAGES, PLACES, TWO, 1, NATIVE
+            queries, again, rows0, rows1, memory, HEADS, BN, STAGES, PLACES, TWO, 1, NATIVE
         )
 
     MMA: gl.constexpr = _mma(HEADS)
