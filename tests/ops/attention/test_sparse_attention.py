@@ -61,7 +61,7 @@ def use_run(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
             words = coded and name == BY_WORDS
             # Of rows that are decoded by words, 64 are more than sm_89's shared memory holds.
             rows = min(tile.keys, 32) if words else tile.keys
-            return dataclasses.replace(tile, keys=rows, ahead=coded, words=words)
+            return dataclasses.replace(tile, keys=rows, ahead=coded, words=words, copied=False)
 
         monkeypatch.setattr(launch, "choose_tile", ahead)
     return backend

@@ -455,12 +455,14 @@ class Tile:
         once: True to decode a row once for both products; see ``triton_decode.decode_tile``.
         ahead: True to load the next block's rows while this block is computed.
         words: True to decode e4m3 codes four at a time.
-        per_sm: CTAs that registers and shared memory of an SM hold; known of ``ahead`` tiles.
+        per_sm: CTAs that registers and shared memory of an SM hold; known of ``ahead`` and
+            ``copied`` tiles.
         row_parts: number of parts into which ``triton_decode.walk_rows`` divides the channels of a
             row, never in float16; 0 for ``triton_decode.walk``, which has several tiles of
             channels.
-        stages: number of blocks of rows that ``gluon_sm80_decode`` copies ahead; 0 for the other
-            kernels.
+        copied: True for the kernel of ``gluon_sm80_decode``, which copies rows as they lie in the
+            cache and has 16 heads and 4 warps.
+        registers: most registers of a thread; 0 for the compiler's choice.
     """
 
     heads: int
@@ -471,7 +473,8 @@ class Tile:
     words: bool = False
     per_sm: int = 1
     row_parts: int = 0
-    stages: int = 0
+    copied: bool = False
+    registers: int = 0
 
 
 # Each is the fastest of some forty tiles for FP8 rows and 128 + 512 slots. Pipelines deeper than 1
@@ -491,6 +494,8 @@ _MANY_HEADS = Tile(64, 64, 8, once=False)
 # 32 x 32, which reads rows half as often and spills nothing. 16 heads and 128 requests of 128 + 512
 # rows: as sm_80 55 us by 4 warps and 72 by 8, as sm_89 47 by 16 x 64. Tiles of other targets are
 # those that spill nothing.
+# V4's rows there.
+_COPIED_ROWS = Tile(16, 32, 4, copied=True, per_sm=2)
 _AHEAD_SHARED_BYTES = 160 * _KIB
 # Plain rows there, as in prefill. 1,024 queries of 64 heads with 128 + 512 rows as sm_80: 756 us,
 # where 8 warps take 1,286; 16 heads 285 us, where 32 rows take 333; as sm_89 the same within 2 %.
@@ -582,7 +587,7 @@ def choose_tile(
         return Tile(16, 32, 4)
     if target.name != "sm_90":
         if mode == "float16" and copied:
-            return _copied_tile(heads, target)
+            return _COPIED_ROWS
         if mode == "float16":
             return _ahead_tile(heads, target, channels, dense=tailless or packed)
         # Plain rows have no registers for a block ahead. 32 heads and 32 rows of more than 512
@@ -599,14 +604,6 @@ def choose_tile(
     if heads > 32:
         return _MANY_HEADS
     return _FEW_HEADS if heads <= 16 else _HALF_HEADS
-
-
-def _copied_tile(heads: int, target: Target) -> Tile:
-    """Choose the tile of ``gluon_sm80_decode``, whose warps are four for each 16 heads."""
-    if heads > 16:
-        return Tile(32, 32, 8, stages=1)
-    large = target.shared_bytes >= _AHEAD_SHARED_BYTES
-    return Tile(16, 32, 4, stages=1, per_sm=2 if large else 1)
 
 
 def _ahead_tile(heads: int, target: Target, channels: int, *, dense: bool) -> Tile:
@@ -640,7 +637,7 @@ def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
         A number of at least 1 and at most one per step.
     """
     steps = max(1, -(-keys // tile.keys))
-    if tile.ahead or tile.stages:
+    if tile.ahead or tile.copied:
         return _splits_by_waves(max(ctas, 1), steps, tile, sm_count)
     most = min(sm_count // max(ctas, 1), steps)
     if most <= 1:

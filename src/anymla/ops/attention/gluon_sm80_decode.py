@@ -1,6 +1,6 @@
 """Decode attention over V4's FP8 rows for NVIDIA GPUs whose matrix instruction is ``mma.sync``.
 
-A CTA attends HEADS heads of a token to a split of its lists, in blocks of BN rows. Each block is
+A CTA attends 16 heads of a token to a split of its lists, in blocks of BN rows. Each block is
 copied as it lies in the cache (``cp.async``) while the blocks before it are computed, is decoded
 once into shared memory, and is read there by both products.
 
@@ -42,6 +42,8 @@ _SCALES = gl.constexpr(_LAYOUT.scale_bytes // 4)
 _NOPE = gl.constexpr(_LAYOUT.nope)
 _CHANNELS = gl.constexpr(_LAYOUT.channels)
 _PARTS = gl.constexpr(4)
+_HEADS = gl.constexpr(16)
+_MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 _PART = gl.constexpr(_LAYOUT.channels // 4)
 _CODED = gl.constexpr(7)  # tiles of a row that are codes
 _TILES = gl.constexpr(8)
@@ -53,7 +55,14 @@ _NO_MAXIMUM = gl.constexpr(-1e30)
 # float16 probabilities are at most 2^15, so that they keep their precision down to 2^-29.
 _SHIFT = gl.constexpr(15.0)
 _LIFT = gl.constexpr(2.0**float16_range.LIFT)
+_COUNTS = [*COUNTS, "shift0", "shift1", "step0", "step1"]
 assert float16_range.exact_scale_bytes(float16_range.LIFT) == (105, 127)  # see ``_inexact``
+
+
+@gluon.constexpr_function
+def _rows_layout(rows, words):
+    """Return the layout of tiles [8, rows, n] in which a thread has ``words`` adjacent numbers."""
+    return gl.BlockedLayout([1, 1, words], [1, 8, 4], [32 // rows, rows // 8, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -74,32 +83,21 @@ def _load_slots(block, span, rows0, rows1, L: gl.constexpr, BN: gl.constexpr, TW
 
 
 @gluon.jit
-def _start_copy(
-    slots, block, span, rows0, rows1, memory, stage, TILES: gl.constexpr,
-    PLACES: gl.constexpr, TWO: gl.constexpr,
-):  # fmt: skip
+def _start_copy(slots, block, span, rows0, rows1, memory, TILES: gl.constexpr, TWO: gl.constexpr):
     """Start copying rows and scales of a block's slots, zeros where there is no row."""
-    PAGE0: gl.constexpr = PLACES[0]
-    STEP0: gl.constexpr = PLACES[1]
-    PAGE1: gl.constexpr = PLACES[2]
-    STEP1: gl.constexpr = PLACES[3]
     raw, rest, scales, valid = memory[0], memory[1], memory[2], memory[3]
-    limit, base, plane = rows0[2], rows0[3], PAGE0 * _ROW
+    limit, base, shift, step = rows0[2], rows0[3], rows0[4], rows0[5]
     if TWO:
         here = block < span[2]
         limit = gl.where(here, limit, rows1[2])
         base = gl.where(here, base, rows1[3])
-        plane = gl.where(here, plane, PAGE1 * _ROW)
+        shift = gl.where(here, shift, rows1[4])
+        step = gl.where(here, step, rows1[5])
     ok = (slots >= 0) & (slots < limit)
-    known = gl.where(ok, slots, 0).to(gl.uint32)  # without a sign, division is a shift
-    page = known // PAGE0
-    entry = known - page * PAGE0
-    start = page.to(gl.int64) * STEP0
-    if TWO and (PAGE0 != PAGE1 or STEP0 != STEP1):
-        page = known // PAGE1
-        entry = gl.where(here, entry, known - page * PAGE1)
-        start = gl.where(here, start, page.to(gl.int64) * STEP1)
-    entry = entry.to(gl.int32)
+    known = gl.where(ok, slots, 0)
+    start = (known >> shift).to(gl.int64) * step * 4
+    entry = known & ((1 << shift) - 1)
+    plane = (1 << shift) * _ROW  # words in front of a page's scales
     # All threads of a row have the same words of each tile, so no layout is changed below.
     L: gl.constexpr = gl.SliceLayout(0, TILES)
     S: gl.constexpr = gl.BlockedLayout([1, _SCALES], [8, 4], [gl.num_warps(), 1], [1, 0])
@@ -107,14 +105,14 @@ def _start_copy(
     row = gl.expand_dims(start + entry * _ROW, 1) + word
     there = gl.expand_dims(ok, 1) & (word >= 0)
     at = base + (gl.expand_dims(row, 0) + _tiles(TILES) * _TILE)
-    _copy(raw.index(stage), at, mask=gl.expand_dims(there, 0) & (_tiles(TILES) >= 0))
-    _copy(rest.index(stage), base + (row + _TILES * _TILE), mask=there)
+    _copy(raw, at, mask=gl.expand_dims(there, 0) & (_tiles(TILES) >= 0))
+    _copy(rest, base + (row + _TILES * _TILE), mask=there)
     first = gl.convert_layout(start + (plane + entry * _SCALES), gl.SliceLayout(1, S))
     word = gl.expand_dims(gl.arange(0, _SCALES, layout=gl.SliceLayout(0, S)), 0)
     there = gl.expand_dims(gl.convert_layout(ok, gl.SliceLayout(1, S)), 1) & (word >= 0)
-    _copy(scales.index(stage), base + (gl.expand_dims(first, 1) + word), mask=there)
+    _copy(scales, base + (gl.expand_dims(first, 1) + word), mask=there)
     async_copy.commit_group()
-    valid.index(stage).store(ok.to(gl.int32))
+    valid.store(ok.to(gl.int32))
 
 
 @gluon.jit
@@ -144,8 +142,16 @@ def _or(a, b):
 
 
 @gluon.jit
-def _decode(memory, stage, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr):
-    """Decode the block of a stage for both products, and store what masks its scores.
+def _join_tiles(words):
+    """Combine by "or" the tiles of words [8, n, 16] that a thread has."""
+    BN: gl.constexpr = words.shape[1]
+    WARPS: gl.constexpr = 32 // BN
+    return gl.reduce(gl.reshape(words, [_TILES // WARPS, WARPS, BN, _TILE]), 0, _or)
+
+
+@gluon.jit
+def _decode(memory, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr):
+    """Decode the copied block for both products, and store what masks its scores.
 
     Returns:
         int32 [BN] with one of the highest bits of its bytes set if MODE 0 does not hold the row,
@@ -157,10 +163,10 @@ def _decode(memory, stage, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.c
     BN: gl.constexpr = bias.shape[0]
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, TILES))
     S: gl.constexpr = gl.BlockedLayout([1, _SCALES], [8, 4], [gl.num_warps(), 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [1, gl.num_warps(), 1], [2, 1, 0])
-    ok = valid.index(stage).load(ROW) != 0
+    PAIRS: gl.constexpr = _rows_layout(BN, 8)
+    ok = valid.load(ROW) != 0
     bias.store(gl.where(ok, 0.0, float("-inf")))
-    low, high = gl.split(scales.index(stage).load(S))
+    low, high = gl.split(scales.load(S))
     low = gl.where(ok, gl.convert_layout(low, ROW), 0x7F7F7F7F)
     high = gl.where(ok, gl.convert_layout(high, ROW) & 0xFFFFFF, 0x7F7F7F) | 0x7F000000
     # Bytes of 128 and more, or of less than 105.
@@ -168,11 +174,14 @@ def _decode(memory, stage, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.c
     inexact |= high | ~((high | -0x7F7F7F80) - 0x69696969)
 
     tile = _tiles(TILES)
-    low, high = gl.expand_dims(gl.expand_dims(low, 1), 0), gl.expand_dims(gl.expand_dims(high, 1), 0)
+    low, high = (
+        gl.expand_dims(gl.expand_dims(low, 1), 0),
+        gl.expand_dims(gl.expand_dims(high, 1), 0),
+    )
     byte = (gl.where(tile < 4, low, high) >> 8 * (tile % 4)) & 0xFF
-    words = raw.index(stage).load(TILES)
+    words = raw.load(TILES)
     spoiled = gl.where(tile < _CODED, (words & 0x7F7F7F7F) + 0x01010101, 0)
-    spoiled = gl.reduce(spoiled, 0, _or)
+    spoiled = _join_tiles(spoiled)
     if MODE == 1:
         bits = gl.where(byte == 0, 0x00400000, gl.where(byte == 255, 0x7FC00000, byte << 23))
         scale = bits.to(gl.float32, bitcast=True)
@@ -186,7 +195,7 @@ def _decode(memory, stage, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.c
         second = mul_f16x2(_pair(words, 0x3424), factor)
     pairs = gl.convert_layout(gl.reshape(gl.join(first, second), [_TILES, BN, 2 * _TILE]), PAIRS)
     # Of the tail, a thread has two times 16 bytes that are not adjacent: see ``tail_order``.
-    words, tail = gl.broadcast(words, gl.expand_dims(rest.index(stage).load(gl.SliceLayout(0, TILES)), 0))
+    words, tail = gl.broadcast(words, gl.expand_dims(rest.load(gl.SliceLayout(0, TILES)), 0))
     if MODE == 0:
         words, tail = cvt_f16x2_bf16x2(words), cvt_f16x2_bf16x2(tail)
     tail = gl.permute(gl.reshape(gl.join(words, tail), [_TILES, BN, 4, 4, 2]), [0, 1, 2, 4, 3])
@@ -198,8 +207,8 @@ def _decode(memory, stage, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.c
 
 
 @gluon.jit
-def _load_queries(queries, rows, HEADS: gl.constexpr, MMA: gl.constexpr, MODE: gl.constexpr):
-    """Load a CTA's queries as an operand [4, HEADS, 128], and the factor of each head's scores.
+def _load_queries(queries, rows, MMA: gl.constexpr, MODE: gl.constexpr):
+    """Load a CTA's queries as an operand [4, 16, 128], and the factor of each head's scores.
 
     They pass through the memory of ``rows``.
     """
@@ -208,11 +217,11 @@ def _load_queries(queries, rows, HEADS: gl.constexpr, MMA: gl.constexpr, MODE: g
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
     SCORE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, MMA))
     channel = _channels(L)
-    head = head0 + gl.arange(0, HEADS, layout=HEAD)
+    head = head0 + gl.arange(0, _HEADS, layout=HEAD)
     at = gl.expand_dims(gl.expand_dims(head.to(gl.int64) * stride, 0), 2) + channel
     there = gl.expand_dims(gl.expand_dims(head < H, 0), 2) & (channel >= 0)
     x = gl.load(q + at, mask=there, other=0.0).to(gl.float32)
-    factor = gl.full([HEADS], 1.0, gl.float32, SCORE) * (scale * _LOG2E)
+    factor = gl.full([_HEADS], 1.0, gl.float32, SCORE) * (scale * _LOG2E)
     if MODE == 0:
         # Scale each head by a power of two that brings its largest magnitude into [1, 2).
         largest = gl.max(gl.max(gl.abs(x), 2), 0)
@@ -223,7 +232,7 @@ def _load_queries(queries, rows, HEADS: gl.constexpr, MMA: gl.constexpr, MODE: g
         x = x * shrink * gl.where(channel < _NOPE, 1.0, _LIFT)
         grow = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
         factor = factor * gl.convert_layout(grow, SCORE) * (1.0 / _LIFT)
-    to = rows.slice(0, HEADS, dim=1)
+    to = rows.slice(0, _HEADS, dim=1)
     to.store(x.to(rows.dtype))
     return to.load(gl.DotOperandLayout(0, MMA, 2)), factor
 
@@ -240,60 +249,55 @@ def _channels(L: gl.constexpr):
     """Return the channels at the places of a row in shared memory, int32 [4, 1, 128]."""
     part = gl.arange(0, _PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L))) * _PART
     within = gl.arange(0, _PART, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    place = gl.expand_dims(gl.expand_dims(part, 1), 2) + gl.expand_dims(gl.expand_dims(within, 0), 1)
+    place = gl.expand_dims(gl.expand_dims(part, 1), 2) + gl.expand_dims(
+        gl.expand_dims(within, 0), 1
+    )
     channel = gl.where(place < _NOPE, place, _NOPE + tail_order(place - _NOPE, 8))
     return gl.max_contiguous(gl.multiple_of(channel, [1, 1, 8]), [1, 1, 8])
 
 
 @gluon.jit
 def _walk(
-    queries, span, rows0, rows1, memory, HEADS: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, PLACES: gl.constexpr, TWO: gl.constexpr, MODE: gl.constexpr,
+    queries, span, rows0, rows1, memory, TWO: gl.constexpr, MODE: gl.constexpr,
     NATIVE: gl.constexpr,
 ):  # fmt: skip
     """Attend to the blocks of a span, as ``triton_decode.walk`` does.
 
-    Returns the reference exponents, float32 [HEADS], the sums of p and those of p times rows,
-    [4, HEADS, 128], and a number that is not 0 if MODE 0 does not hold a row.
+    Returns the reference exponents, float32 [16], the sums of p and those of p times rows,
+    [4, 16, 128], and a number that is not 0 if MODE 0 does not hold a row.
     """
     words, bias, parts = memory[4], memory[5], memory[6]
-    TILES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, gl.num_warps(), 1], [2, 1, 0])
+    BN: gl.constexpr = bias.shape[0]
+    TILES: gl.constexpr = _rows_layout(BN, 4)
     L: gl.constexpr = gl.SliceLayout(0, TILES)
-    MMA: gl.constexpr = _mma(HEADS)
+    MMA: gl.constexpr = _MMA
     SCORES: gl.constexpr = gl.SliceLayout(0, MMA)
     DTYPE: gl.constexpr = gl.bfloat16 if MODE == 1 else gl.float16
     K: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
     P: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, order=[2, 1, 0])
     rows = view(words, DTYPE, [_PARTS, BN, _PART], K)
-    all_parts = view(parts, gl.float32, [_PARTS, HEADS, BN], P)
+    all_parts = view(parts, gl.float32, [_PARTS, _HEADS, BN], P)
     first, last = span[0], span[1]
 
     slots = _load_slots(first, span, rows0, rows1, L, BN, TWO)
-    for stage in gl.static_range(STAGES):
-        _start_copy(
-            slots, first + stage, span, rows0, rows1, memory, stage, TILES, PLACES, TWO
-        )
-        slots = _load_slots(first + stage + 1, span, rows0, rows1, L, BN, TWO)
-    q, factor = _load_queries(queries, rows, HEADS, MMA, MODE)
+    _start_copy(slots, first, span, rows0, rows1, memory, TILES, TWO)
+    slots = _load_slots(first + 1, span, rows0, rows1, L, BN, TWO)
+    q, factor = _load_queries(queries, rows, MMA, MODE)
     SHIFT: gl.constexpr = _SHIFT if MODE == 0 else 0.0
-    highest = gl.full([HEADS], _NO_MAXIMUM, gl.float32, gl.SliceLayout(1, SCORES))
-    count = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, SCORES))
-    sums = gl.zeros([_PARTS, HEADS, _PART], gl.float32, MMA)
+    highest = gl.full([_HEADS], _NO_MAXIMUM, gl.float32, gl.SliceLayout(1, SCORES))
+    count = gl.zeros([_HEADS], gl.float32, gl.SliceLayout(1, SCORES))
+    sums = gl.zeros([_PARTS, _HEADS, _PART], gl.float32, MMA)
     inexact = gl.zeros([BN], gl.int32, gl.SliceLayout(1, L))
-    spoiled = gl.zeros([BN, _TILE], gl.int32, L)
-    stage = 0
+    spoiled = _join_tiles(gl.zeros([_TILES, BN, _TILE], gl.int32, TILES))
     for block in range(first, last):
-        async_copy.wait_group(STAGES - 1)
-        bad, nan = _decode(memory, stage, TILES, MODE, NATIVE)
+        async_copy.wait_group(0)
+        bad, nan = _decode(memory, TILES, MODE, NATIVE)
         inexact |= bad
         spoiled |= nan
-        _start_copy(
-            slots, block + STAGES, span, rows0, rows1, memory, stage, TILES, PLACES, TWO
-        )
-        slots = _load_slots(block + STAGES + 1, span, rows0, rows1, L, BN, TWO)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        _start_copy(slots, block + 1, span, rows0, rows1, memory, TILES, TWO)
+        slots = _load_slots(block + 2, span, rows0, rows1, L, BN, TWO)
         keys = rows.permute([0, 2, 1]).load(gl.DotOperandLayout(1, MMA, 2))
-        all_parts.store(mma_v2(q, keys, gl.zeros([_PARTS, HEADS, BN], gl.float32, MMA)))
+        all_parts.store(mma_v2(q, keys, gl.zeros([_PARTS, _HEADS, BN], gl.float32, MMA)))
         s = parts.index(0).load(SCORES)
         for part in gl.static_range(1, _PARTS):
             s += parts.index(part).load(SCORES)
@@ -304,43 +308,45 @@ def _walk(
         highest = peak
         p = gl.exp2(s - gl.expand_dims(peak - SHIFT, 1))
         count = count * decay + gl.sum(p, 1)
-        p, _ = gl.broadcast(gl.expand_dims(p.to(DTYPE), 0), gl.zeros([_PARTS, HEADS, BN], DTYPE, MMA))
+        p, _ = gl.broadcast(
+            gl.expand_dims(p.to(DTYPE), 0), gl.zeros([_PARTS, _HEADS, BN], DTYPE, MMA)
+        )
         p = gl.convert_layout(p, gl.DotOperandLayout(0, MMA, 2))
-        sums = mma_v2(p, rows.load(gl.DotOperandLayout(1, MMA, 2)), sums * gl.expand_dims(gl.expand_dims(decay, 1), 0))
+        sums = mma_v2(
+            p,
+            rows.load(gl.DotOperandLayout(1, MMA, 2)),
+            sums * gl.expand_dims(gl.expand_dims(decay, 1), 0),
+        )
     async_copy.wait_group(0)
     unseen = 0.0
     if MODE == 0:
         # x * 0 is NaN if x is not finite: what float16 does not hold shows in these.
-        lost = gl.max(inexact & -0x7F7F7F80 != 0, 0) | gl.max(gl.max(spoiled & -0x7F7F7F80 != 0, 1), 0)
+        lost = gl.max(inexact & -0x7F7F7F80 != 0, 0) | gl.max(
+            gl.max(gl.max(spoiled & -0x7F7F7F80 != 0, 2), 1), 0
+        )
         unseen = gl.sum(count * 0.0, 0) + gl.sum(gl.sum(gl.sum(sums * 0.0, 2), 1), 0)
         unseen = gl.where(lost != 0, float("nan"), unseen)
         sums = sums * gl.where(_channels(MMA) < _NOPE, 1.0 / _LIFT, 1.0)
     return highest - SHIFT, count, sums, unseen
 
 
-@gluon.constexpr_function
-def _mma(heads):
-    return gl.NVMMADistributedLayout([2, 0], [4, heads // 16, 1], [1, 16, 8])
-
-
-@gluon.jit(do_not_specialize=COUNTS)
+@gluon.jit(do_not_specialize=_COUNTS)
 def decode_mma_kernel(
     q_ptr, kv0_ptr, list0_ptr, length0_ptr, kv1_ptr, list1_ptr, length1_ptr, sink_ptr,
     out_ptr, lse_ptr, part_ptr, sums_ptr,
-    H, K0, K1, limit0, limit1, list_stride0, list_stride1, splits, total, at,
+    H, K0, K1, limit0, limit1, list_stride0, list_stride1, shift0, shift1, step0, step1,
+    splits, total, at,
     has_length0, has_length1, has_sink, scale, empty, q_token, q_head, out_token, out_head,
-    HEADS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
-    SPLIT: gl.constexpr, PAGE0: gl.constexpr, STEP0: gl.constexpr, PAGE1: gl.constexpr,
-    STEP1: gl.constexpr, NATIVE: gl.constexpr,
+    BN: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr, NATIVE: gl.constexpr,
 ):  # fmt: skip
     """Attend one token to a split of its lists; arguments are those of ``decode_kernel``.
 
-    Caches are int32 [pages, PAGE, 146], with STEP words from page to page.
+    A page of a cache has 2^shift rows, and there are ``step`` times 16 bytes from page to page.
     """
     program = gl.program_id(0)
-    groups = (H + HEADS - 1) // HEADS
+    groups = (H + _HEADS - 1) // _HEADS
     split = program % splits
-    head0 = program // splits % groups * HEADS
+    head0 = program // splits % groups * _HEADS
     token = (program // splits // groups).to(gl.int64)
     none = head0 * 0
     # Without lengths or a sink, these pointers lead to unused numbers of the same type.
@@ -348,13 +354,13 @@ def decode_mma_kernel(
     n0 = gl.minimum(gl.maximum(n0, 0), none + K0)
     blocks0 = (n0 + BN - 1) // BN
     blocks = blocks0
-    rows0 = (n0, list0_ptr + token * list_stride0, limit0, kv0_ptr)
+    rows0 = (n0, list0_ptr + token * list_stride0, limit0, kv0_ptr, shift0, step0)
     rows1 = rows0
     if TWO:
         n1 = gl.where(none < has_length1, gl.load(length1_ptr + token), K1)
         n1 = gl.minimum(gl.maximum(n1, 0), none + K1)
         blocks += (n1 + BN - 1) // BN
-        rows1 = (n1, list1_ptr + token * list_stride1, limit1, kv1_ptr)
+        rows1 = (n1, list1_ptr + token * list_stride1, limit1, kv1_ptr, shift1, step1)
     each = (blocks + splits - 1) // splits
     span = (split * each, gl.minimum(split * each + each, blocks), blocks0)
     queries = (q_ptr + token * q_token, q_head, head0, H, scale)
@@ -362,32 +368,27 @@ def decode_mma_kernel(
     TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     raw = gl.allocate_shared_memory(
-        gl.int32, [STAGES, _TILES, BN, _TILE], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+        gl.int32, [_TILES, BN, _TILE], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
     )
-    rest = gl.allocate_shared_memory(gl.int32, [STAGES, BN, _TILE], TILE)
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, BN, _SCALES], TILE)
-    valid = gl.allocate_shared_memory(gl.int32, [STAGES, BN], LINE)
+    rest = gl.allocate_shared_memory(gl.int32, [BN, _TILE], TILE)
+    scales = gl.allocate_shared_memory(gl.int32, [BN, _SCALES], TILE)
+    valid = gl.allocate_shared_memory(gl.int32, [BN], LINE)
     words = gl.allocate_shared_memory(
         gl.int32, [_PARTS, BN, _PART // 2], gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0])
     )
     bias = gl.allocate_shared_memory(gl.float32, [BN], LINE)
     parts = gl.allocate_shared_memory(
-        gl.float32, [_PARTS, HEADS, BN], gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
+        gl.float32, [_PARTS, _HEADS, BN], gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
     )
     memory = (raw, rest, scales, valid, words, bias, parts)
-    PLACES: gl.constexpr = (PAGE0, STEP0, PAGE1, STEP1)
-    top, count, sums, unseen = _walk(
-        queries, span, rows0, rows1, memory, HEADS, BN, STAGES, PLACES, TWO, 0, NATIVE
-    )
+    top, count, sums, unseen = _walk(queries, span, rows0, rows1, memory, TWO, 0, NATIVE)
     if unseen != unseen:
         # Addresses are computed again: those of the first walk would be kept, and spill.
         again = (opaque(span[0]), span[1], span[2])
-        top, count, sums, unseen = _walk(
-            queries, again, rows0, rows1, memory, HEADS, BN, STAGES, PLACES, TWO, 1, NATIVE
-        )
+        top, count, sums, unseen = _walk(queries, again, rows0, rows1, memory, TWO, 1, NATIVE)
 
-    MMA: gl.constexpr = _mma(HEADS)
-    head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
+    MMA: gl.constexpr = _MMA
+    head = head0 + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
     channel = _channels(MMA)
     if SPLIT:
         place = (token * total + at + split) * H

@@ -216,8 +216,9 @@ def _of(listed: RowsParams, tokens: slice) -> RowsParams:
 
 
 def _is_copied(listed: RowsParams) -> bool:
-    """Return True if rows are V4's, where ``cp.async`` can copy 16 bytes at a time."""
-    return listed.coded is get_layout(MAIN_FP8) and _aligned(listed, 16)
+    """Return True if rows are V4's, in pages of 2^n rows at multiples of 16 bytes."""
+    fits = listed.entries & (listed.entries - 1) == 0
+    return fits and listed.coded is get_layout(MAIN_FP8) and _aligned(listed, 16)
 
 
 def _is_tailless(coded: PageLayout | None) -> bool:
@@ -250,7 +251,7 @@ def _launch(
         first, second = map(_far_reaching, lists)
     out, lse, sink, tile = to.out, to.lse, scan.sink, scan.tile
     anything = lse.view(torch.int32)
-    if tile.stages:
+    if tile.copied:
         from anymla.ops.attention.gluon_sm80_decode import decode_mma_kernel
 
         cache0, cache1 = (each.rows.view(torch.int32) for each in (first, second))
@@ -259,14 +260,15 @@ def _launch(
             cache1, second.indices, _or(second.lengths, anything),
             _or(sink, lse), out, lse, part, sums,
             heads, first.indices.shape[1], second.indices.shape[1], _limit(first), _limit(second),
-            first.indices.stride(0), second.indices.stride(0), splits, total, at,
+            first.indices.stride(0), second.indices.stride(0),
+            *(each.entries.bit_length() - 1 for each in (first, second)),
+            *(each.page_stride // 16 for each in (first, second)), splits, total, at,
             int(first.lengths is not None), int(second.lengths is not None),
             int(sink is not None), scan.scale, to.empty_lse,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-            HEADS=tile.heads, BN=tile.keys, STAGES=tile.stages, TWO=len(lists) > 1,
-            SPLIT=total > 1, PAGE0=first.entries, STEP0=first.page_stride // 4,
-            PAGE1=second.entries, STEP1=second.page_stride // 4,
+            BN=tile.keys, TWO=len(lists) > 1, SPLIT=total > 1,
             NATIVE=bool(scan.target.native_e4m3), num_warps=tile.warps,
+            **({"maxnreg": tile.registers} if tile.registers else {}),
         )  # fmt: skip
         return
     decode_kernel[(tokens * -(-heads // tile.heads) * splits,)](
@@ -297,7 +299,7 @@ def _far_reaching(listed: RowsParams) -> RowsParams:
 
 
 def _aligned(listed: RowsParams, unit: int) -> bool:
-    """Return True if coded rows begin at multiples of ``unit`` bytes, 4 or 8."""
+    """Return True if coded rows begin at multiples of ``unit`` bytes."""
     return (listed.page_stride | listed.rows.data_ptr()) % unit == 0
 
 
