@@ -1,4 +1,4 @@
-"""Time the portable decode kernel in every tile and split that ``decode_config`` may choose.
+"""Time decode kernels of all GPUs in every tile and split that ``decode_config`` may choose.
 
 ``python -m crossrun.ptx sm_80 python -m lab.decode_tiles rows.jsonl`` does so for an older target.
 """
@@ -46,6 +46,7 @@ def shapes(seed: int, count: int = 26) -> Iterator[Shape]:
 
 def tiles(target: Target) -> Iterator[Tile]:
     """Yield tiles with rows loaded ahead and not; those that do not fit a target raise there."""
+    yield Tile(16, 32, 4, copied=True)
     words = (False,) if target.native_e4m3 else (False, True)
     for heads, keys, warps in ((16, 32, 4), (16, 32, 8), (16, 64, 8), (32, 32, 8), (32, 64, 8)):
         yield Tile(heads, keys, warps)
@@ -112,7 +113,7 @@ def measured(target: Target, clock: Any, seed: int) -> Iterator[dict[str, Any]]:
             yield {
                 "part": "decode tile", "heads": heads, "tokens": tokens, "slots": slots,
                 "tile": [tile.heads, tile.keys, tile.warps], "ahead": tile.ahead,
-                "words": tile.words, "us_by_splits": taken,
+                "words": tile.words, "copied": tile.copied, "us_by_splits": taken,
             }  # fmt: skip
 
 

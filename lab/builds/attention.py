@@ -140,6 +140,10 @@ def judgement(build: Build, target: Target) -> Judgement:
         return Judgement(matrix=True, spills=700)
     if build.name == "decode_swap_ab_kernel":
         return Judgement(matrix=True, spills=280)  # around the loop, with 32 heads; none in it
+    if build.name == "decode_mma_kernel":
+        # None in the loops, but on sm_100 and later the load of an address in each step.
+        few = target.name in ("sm_80", "sm_86", "sm_89")
+        return Judgement(matrix=True, spills=8 if few else 45)
     if build.name != "decode_kernel":
         return Judgement()
     matrix = build.types["q_ptr"] != "*fp32"

@@ -1,5 +1,7 @@
 """The sweep over tiles and splits of the portable decode kernel."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,11 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 @pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_89", "sm_120"])
 def test_what_is_chosen_is_among_what_is_timed(name):
     target = TARGETS[name]
-    known = {
-        (tile.heads, tile.keys, tile.warps, tile.ahead, tile.words)
-        for tile in decode_tiles.tiles(target)
-    }
-    for heads in (8, 16, 32, 64, 128):
-        tile = choose_tile(heads, 640, 8, "float16", target)
-        assert (tile.heads, tile.keys, tile.warps, tile.ahead, tile.words) in known
+    known = {dataclasses.replace(tile, per_sm=1) for tile in decode_tiles.tiles(target)}
+    for heads, copied in itertools.product((8, 16, 32, 64, 128), (False, True)):
+        tile = choose_tile(heads, 640, 8, "float16", target, copied=copied)
+        assert tile.copied == copied
+        assert dataclasses.replace(tile, per_sm=1) in known
 
 
 def test_shapes_are_those_of_the_seed():

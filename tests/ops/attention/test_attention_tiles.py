@@ -52,10 +52,26 @@ def test_packed_rows_take_tiles_that_fit():
     assert choose_tile(16, 640, 8, "float16", TARGETS["sm_89"], packed=True).keys == 32
 
 
-AHEAD = [Tile(32, 64, 8, ahead=True), Tile(16, 32, 4, ahead=True, per_sm=2)]
+def test_v4s_rows_are_copied_by_every_nvidia_gpu_but_hopper():
+    for target in TARGETS.values():
+        if target.backend == "cuda":
+            chosen = choose_tile(64, 640, 8, "float16", target, copied=True)
+            assert chosen.copied == (target.name != "sm_90")
+            assert not choose_tile(64, 640, 8, "bfloat16", target, copied=True).copied
+            # 59 KiB a CTA, and 1 KiB that the driver has.
+            kib = target.shared_bytes // 1024 + 1
+            assert not chosen.copied or chosen.per_sm == min(kib // 60, 2)
 
 
-@pytest.mark.parametrize("tile", AHEAD, ids=["one a SM", "two a SM"])
+WAVES = [
+    Tile(32, 64, 8, ahead=True),
+    Tile(16, 32, 4, ahead=True, per_sm=2),
+    Tile(16, 32, 4, copied=True, per_sm=2),
+    Tile(16, 32, 4, copied=True),
+]
+
+
+@pytest.mark.parametrize("tile", WAVES, ids=["ahead", "two ahead", "two copied", "copied"])
 def test_waves_of_splits_end_no_later_than_whole_lists(tile):
     for ctas, keys in itertools.product((1, 8, 64, 154, 600), (1, 64, 640, 1152, 8192)):
         count = choose_splits(ctas, keys, tile, 108)
@@ -70,9 +86,15 @@ def test_waves_of_splits_end_no_later_than_whole_lists(tile):
 def test_waves_of_splits_are_those_that_were_fastest():
     """Of what was timed on an H200, as sm_80."""
     for ctas, keys, fastest in ((154, 1152, 3), (64, 640, 2), (96, 1152, 1), (120, 2176, 1)):
-        assert choose_splits(ctas, keys, AHEAD[0], 132) == fastest
+        assert choose_splits(ctas, keys, WAVES[0], 132) == fastest
     for ctas, keys, fastest in ((64, 1152, 4), (128, 640, 2), (90, 2176, 5)):
-        assert choose_splits(ctas, keys, AHEAD[1], 132) == fastest
+        assert choose_splits(ctas, keys, WAVES[1], 132) == fastest
+    copied = (
+        (64, 1152, 4), (128, 640, 2), (308, 1152, 3), (32, 1152, 8), (8, 1152, 12), (16, 1152, 8),
+        (192, 1152, 2),
+    )  # fmt: skip
+    for ctas, keys, fastest in copied:
+        assert choose_splits(ctas, keys, WAVES[2], 132) == fastest
 
 
 def test_splits_fill_the_machine_without_overfilling_it():

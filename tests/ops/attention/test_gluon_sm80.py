@@ -24,7 +24,7 @@ from crossrun.hopper import run as run_kernel
 CHANNELS = 512
 
 
-def run(made, keys=32, splits=1, native=False, seed=0, replacements=None):
+def run(made, splits=1, native=False, seed=0, replacements=None):
     """The kernel, and its partials combined if there are splits."""
     q = made.q
     tokens, of, _ = q.shape
@@ -46,7 +46,7 @@ def run(made, keys=32, splits=1, native=False, seed=0, replacements=None):
         *(cache.stride(0) // 4 for cache in (cache0, cache1)), splits, splits, 0, 1, 1,
         int(made.sink is not None), CHANNELS**-0.5, -torch.inf,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        BN=keys, TWO=len(scopes) > 1, SPLIT=splits > 1, NATIVE=native,
+        TWO=len(scopes) > 1, SPLIT=splits > 1, NATIVE=native,
         num_warps=4, seed=seed, replacements=replacements,
     )  # fmt: skip
     if splits > 1:
@@ -62,16 +62,15 @@ IN_FLOAT16 = {kernels._bf16_pair: refused}
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("keys", [16, 32])
 @pytest.mark.parametrize(("of", "tokens"), [(3, 4), (20, 2), (40, 1)])
-def test_any_lists(of, tokens, keys, splits):
+def test_any_lists(of, tokens, splits):
     made = Scene(
         torch.randn(tokens, of, CHANNELS).bfloat16(),
         scope(tokens, 130, lengths=[130, 0, 7, 64][:tokens]),
         scope(tokens, 100, lengths=[100, 0, 0, 33][:tokens], page=2, poison_behind=True),
         torch.tensor([0.0, torch.inf, -torch.inf, 2.0, -1.0])[torch.arange(of) % 5],
     )
-    made.expected().check(run(made, keys, splits, replacements=IN_FLOAT16))
+    made.expected().check(run(made, splits, replacements=IN_FLOAT16))
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -131,22 +130,18 @@ def check_nan(call, code):
 
 # The compiled kernel -----------------------------------------------------------------------------
 
-KEYS = [16, 32]
 
-
-@pytest.fixture(params=KEYS)
-def copied(request, monkeypatch):
-    """Calls of Triton's backend, all of which must take this kernel; and their tiles."""
+@pytest.fixture
+def copied(monkeypatch):
+    """Calls of Triton's backend, all of which must take this kernel."""
     if target_of(torch.device("cuda")).name == "sm_90":
         pytest.skip("Hopper has other kernels")
-    choose, tiles = launch.choose_tile, []
+    choose = launch.choose_tile
 
     def chosen(*given, **named):
         tile = choose(*given, **named)
         assert tile.copied
-        registers = 168 if request.param == 16 else 0
-        tiles.append(dataclasses.replace(tile, keys=request.param, registers=registers))
-        return tiles[-1]
+        return tile
 
     monkeypatch.setattr(launch, "choose_tile", chosen)
 

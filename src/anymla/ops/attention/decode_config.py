@@ -461,8 +461,7 @@ class Tile:
             row, never in float16; 0 for ``triton_decode.walk``, which has several tiles of
             channels.
         copied: True for the kernel of ``gluon_sm80_decode``, which copies rows as they lie in the
-            cache and has 16 heads and 4 warps.
-        registers: most registers of a thread; 0 for the compiler's choice.
+            cache and has 16 heads, 32 rows and 4 warps.
     """
 
     heads: int
@@ -474,7 +473,6 @@ class Tile:
     per_sm: int = 1
     row_parts: int = 0
     copied: bool = False
-    registers: int = 0
 
 
 # Each is the fastest of some forty tiles for FP8 rows and 128 + 512 slots. Pipelines deeper than 1
@@ -488,22 +486,22 @@ _HALF_HEADS = Tile(32, 64, 8)
 _MANY_HEADS = Tile(64, 64, 8, once=False)
 
 
-# Other NVIDIA GPUs load a block of rows while they compute the one before. Executed as PTX of sm_80
-# on an H200, 64 heads and 77 requests of 128 + 1,024 rows: 325 us without, 206 with it (16 x 32),
-# 183 with 32 heads x 64 rows, which need this shared memory. As sm_89: 266, 188, and 203 with
-# 32 x 32, which reads rows half as often and spills nothing. 16 heads and 128 requests of 128 + 512
-# rows: as sm_80 55 us by 4 warps and 72 by 8, as sm_89 47 by 16 x 64. Tiles of other targets are
-# those that spill nothing.
-# V4's rows there.
-_COPIED_ROWS = Tile(16, 32, 4, copied=True, per_sm=2)
+# V4's rows on other NVIDIA GPUs. 16 rows a step with 2, 3 or 4 CTAs an SM, 32 heads, and two or
+# three copied blocks in flight were slower at all eight shapes that were timed, as sm_80 and sm_89.
+# A CTA has 59 KiB of shared memory, so that an SM with 100 KiB (sm_86, sm_89, sm_120) holds one.
+_COPIED_ROWS = Tile(16, 32, 4, copied=True)
+# Other coded rows there: a block is loaded while the one before is computed. 16 heads by words and
+# by 4 warps need this shared memory. 16 heads and 128 requests of 128 + 512 rows of V4: as sm_80
+# 55 us by 4 warps and 72 by 8, as sm_89 47 by 16 x 64. Tiles of other targets are those that spill
+# nothing.
 _AHEAD_SHARED_BYTES = 160 * _KIB
 # Plain rows there, as in prefill. 1,024 queries of 64 heads with 128 + 512 rows as sm_80: 756 us,
 # where 8 warps take 1,286; 16 heads 285 us, where 32 rows take 333; as sm_89 the same within 2 %.
 _MANY_PLAIN_HEADS, _FEW_PLAIN_HEADS = Tile(32, 32, 4), Tile(16, 64, 4)
-# Rows in whose time such a CTA starts and ends, and partials are combined; and the time of a step
-# where two CTAs share an SM. From 33 shapes, 26 of them random, each cut in up to 13 ways, as sm_80
-# on an H200: the chosen cut takes at most 4 % longer than the fastest of these.
-_START_ROWS, _COMBINE_ROWS, _SHARED_SM = 109, 77, 1.35
+# Rows in whose time a CTA of either kind starts and ends, and partials are combined; and the time
+# of a step where two CTAs share an SM. From 41 rows of tiles ``ahead`` and 16 of ``copied`` ones,
+# each cut in up to 13 ways on an H200: the cut chosen for copied rows is the fastest of all 16.
+_START_ROWS, _COMBINE_ROWS, _SHARED_SM = 100, 80, 1.4
 
 
 # Intel's GPUs, as compiled by IGC 2.40.14 (docs/intel.md): this tile spills nothing and takes 2,400
@@ -587,9 +585,10 @@ def choose_tile(
         return Tile(16, 32, 4)
     if target.name != "sm_90":
         if mode == "float16" and copied:
-            return _COPIED_ROWS
+            large = target.shared_bytes >= _AHEAD_SHARED_BYTES
+            return dataclasses.replace(_COPIED_ROWS, per_sm=2 if large else 1)
         if mode == "float16":
-            return _ahead_tile(heads, target, channels, dense=tailless or packed)
+            return _ahead_tile(heads, target, dense=tailless or packed)
         # Plain rows have no registers for a block ahead. 32 heads and 32 rows of more than 512
         # channels are 104 KiB.
         fits = channels <= 512 or target.shared_bytes >= 128 * _KIB
@@ -606,7 +605,7 @@ def choose_tile(
     return _FEW_HEADS if heads <= 16 else _HALF_HEADS
 
 
-def _ahead_tile(heads: int, target: Target, channels: int, *, dense: bool) -> Tile:
+def _ahead_tile(heads: int, target: Target, *, dense: bool) -> Tile:
     """Choose the tile for coded rows on NVIDIA's GPUs other than Hopper, with rows loaded ahead.
 
     ``dense`` is True for V4.1's rows, which have more scales and are larger when decoded by words.
@@ -614,8 +613,6 @@ def _ahead_tile(heads: int, target: Target, channels: int, *, dense: bool) -> Ti
     ampere = not target.native_e4m3
     large = ampere and target.shared_bytes >= _AHEAD_SHARED_BYTES
     if heads > 16:
-        if large and channels <= 512 and not dense:
-            return Tile(32, 64, 8, ahead=True, words=True)
         return Tile(32, 32, 8, ahead=True)
     if large and not dense:
         return Tile(16, 32, 4, ahead=True, words=True, per_sm=2)
@@ -650,11 +647,13 @@ def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
 def _splits_by_waves(ctas: int, steps: int, tile: Tile, sm_count: int) -> int:
     """Choose the splits whose waves of CTAs should end first; arguments as in ``choose_splits``."""
     start, combine = _START_ROWS / tile.keys, _COMBINE_ROWS / tile.keys
+    shared = _SHARED_SM if tile.per_sm > 1 else 1.0
 
     def duration(splits: int) -> float:
-        waves = -(-ctas * splits // (sm_count * tile.per_sm))
-        shared = _SHARED_SM if ctas * splits > sm_count and tile.per_sm > 1 else 1.0
-        return waves * shared * (-(-steps // splits) + start) + combine * (splits > 1)
+        waves, rest = divmod(ctas * splits, sm_count * tile.per_sm)
+        # The last wave has SMs to itself if no two of its CTAs need to share one.
+        last = min(rest, 1) if rest <= sm_count else shared
+        return (waves * shared + last) * (-(-steps // splits) + start) + combine * (splits > 1)
 
     # Several numbers of splits have the same longest split; only the smallest of them is tried.
     counts = {-(-steps // each) for each in range(1, steps + 1)}

@@ -1,6 +1,6 @@
 """Decode attention over V4's FP8 rows for NVIDIA GPUs whose matrix instruction is ``mma.sync``.
 
-A CTA attends 16 heads of a token to a split of its lists, in blocks of BN rows. Each block is
+A CTA attends 16 heads of a token to a split of its lists, in blocks of 32 rows. Each block is
 copied as it lies in the cache (``cp.async``) while the blocks before it are computed, is decoded
 once into shared memory, and is read there by both products.
 
@@ -37,12 +37,13 @@ from anymla.ops.attention.triton_decode_combine import SUMS
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _LAYOUT = get_layout(MAIN_FP8)
-_ROW = gl.constexpr(_LAYOUT.data_bytes // 4)  # words
+_WORDS = gl.constexpr(_LAYOUT.data_bytes // 4)  # of a row
 _SCALES = gl.constexpr(_LAYOUT.scale_bytes // 4)
 _NOPE = gl.constexpr(_LAYOUT.nope)
 _CHANNELS = gl.constexpr(_LAYOUT.channels)
 _PARTS = gl.constexpr(4)
 _HEADS = gl.constexpr(16)
+_ROWS = gl.constexpr(32)
 _MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 _PART = gl.constexpr(_LAYOUT.channels // 4)
 _CODED = gl.constexpr(7)  # tiles of a row that are codes
@@ -60,25 +61,25 @@ assert float16_range.exact_scale_bytes(float16_range.LIFT) == (105, 127)  # see 
 
 
 @gluon.constexpr_function
-def _rows_layout(rows, words):
-    """Return the layout of tiles [8, rows, n] in which a thread has ``words`` adjacent numbers."""
-    return gl.BlockedLayout([1, 1, words], [1, 8, 4], [32 // rows, rows // 8, 1], [2, 1, 0])
+def _rows_layout(words):
+    """Return the layout of tiles [8, 32, n] in which a thread has ``words`` adjacent numbers."""
+    return gl.BlockedLayout([1, 1, words], [1, 8, 4], [1, 4, 1], [2, 1, 0])
 
 
 @gluon.jit
-def _load_slots(block, span, rows0, rows1, L: gl.constexpr, BN: gl.constexpr, TWO: gl.constexpr):
+def _load_slots(block, span, rows0, rows1, L: gl.constexpr, TWO: gl.constexpr):
     """Load the slots of a block of columns, -1 where there is no column.
 
     They are not used before the next block, so that nothing waits for them.
     """
     last, blocks0 = span[1], span[2]
     n, listed = rows0[0], rows0[1]
-    column = block * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, L))
+    column = block * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, L))
     if TWO:
         here = block < blocks0
         n = gl.where(here, n, rows1[0])
         listed = gl.where(here, listed, rows1[1])
-        column = column - gl.where(here, 0, blocks0) * BN
+        column = column - gl.where(here, 0, blocks0) * _ROWS
     return gl.load(listed + column, mask=(column < n) & (block < last), other=-1)
 
 
@@ -97,12 +98,12 @@ def _start_copy(slots, block, span, rows0, rows1, memory, TILES: gl.constexpr, T
     known = gl.where(ok, slots, 0)
     start = (known >> shift).to(gl.int64) * step * 4
     entry = known & ((1 << shift) - 1)
-    plane = (1 << shift) * _ROW  # words in front of a page's scales
+    plane = (1 << shift) * _WORDS  # words in front of a page's scales
     # All threads of a row have the same words of each tile, so no layout is changed below.
     L: gl.constexpr = gl.SliceLayout(0, TILES)
     S: gl.constexpr = gl.BlockedLayout([1, _SCALES], [8, 4], [gl.num_warps(), 1], [1, 0])
     word = gl.expand_dims(gl.arange(0, _TILE, layout=gl.SliceLayout(0, L)), 0)
-    row = gl.expand_dims(start + entry * _ROW, 1) + word
+    row = gl.expand_dims(start + entry * _WORDS, 1) + word
     there = gl.expand_dims(ok, 1) & (word >= 0)
     at = base + (gl.expand_dims(row, 0) + _tiles(TILES) * _TILE)
     _copy(raw, at, mask=gl.expand_dims(there, 0) & (_tiles(TILES) >= 0))
@@ -142,28 +143,19 @@ def _or(a, b):
 
 
 @gluon.jit
-def _join_tiles(words):
-    """Combine by "or" the tiles of words [8, n, 16] that a thread has."""
-    BN: gl.constexpr = words.shape[1]
-    WARPS: gl.constexpr = 32 // BN
-    return gl.reduce(gl.reshape(words, [_TILES // WARPS, WARPS, BN, _TILE]), 0, _or)
-
-
-@gluon.jit
 def _decode(memory, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr):
     """Decode the copied block for both products, and store what masks its scores.
 
     Returns:
-        int32 [BN] with one of the highest bits of its bytes set if MODE 0 does not hold the row,
-        and int32 [BN, 16] with one of them set if a code is NaN.
+        int32 [32] with one of the highest bits of its bytes set if MODE 0 does not hold the row,
+        and int32 [32, 16] with one of them set if a code is NaN.
     """
     raw, rest, scales, valid, rows, bias = (
         memory[0], memory[1], memory[2], memory[3], memory[4], memory[5]
     )  # fmt: skip
-    BN: gl.constexpr = bias.shape[0]
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, TILES))
     S: gl.constexpr = gl.BlockedLayout([1, _SCALES], [8, 4], [gl.num_warps(), 1], [1, 0])
-    PAIRS: gl.constexpr = _rows_layout(BN, 8)
+    PAIRS: gl.constexpr = _rows_layout(8)
     ok = valid.load(ROW) != 0
     bias.store(gl.where(ok, 0.0, float("-inf")))
     low, high = gl.split(scales.load(S))
@@ -181,7 +173,7 @@ def _decode(memory, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexp
     byte = (gl.where(tile < 4, low, high) >> 8 * (tile % 4)) & 0xFF
     words = raw.load(TILES)
     spoiled = gl.where(tile < _CODED, (words & 0x7F7F7F7F) + 0x01010101, 0)
-    spoiled = _join_tiles(spoiled)
+    spoiled = gl.reduce(spoiled, 0, _or)
     if MODE == 1:
         bits = gl.where(byte == 0, 0x00400000, gl.where(byte == 255, 0x7FC00000, byte << 23))
         scale = bits.to(gl.float32, bitcast=True)
@@ -193,16 +185,16 @@ def _decode(memory, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexp
         factor = (byte - 97) * 0x04000400
         first = mul_f16x2(_pair(words, 0x1404), factor)
         second = mul_f16x2(_pair(words, 0x3424), factor)
-    pairs = gl.convert_layout(gl.reshape(gl.join(first, second), [_TILES, BN, 2 * _TILE]), PAIRS)
+    pairs = gl.convert_layout(gl.reshape(gl.join(first, second), [_TILES, _ROWS, 2 * _TILE]), PAIRS)
     # Of the tail, a thread has two times 16 bytes that are not adjacent: see ``tail_order``.
     words, tail = gl.broadcast(words, gl.expand_dims(rest.load(gl.SliceLayout(0, TILES)), 0))
     if MODE == 0:
         words, tail = cvt_f16x2_bf16x2(words), cvt_f16x2_bf16x2(tail)
-    tail = gl.permute(gl.reshape(gl.join(words, tail), [_TILES, BN, 4, 4, 2]), [0, 1, 2, 4, 3])
-    tail = gl.convert_layout(gl.reshape(tail, [_TILES, BN, 2 * _TILE]), PAIRS)
+    tail = gl.permute(gl.reshape(gl.join(words, tail), [_TILES, _ROWS, 4, 4, 2]), [0, 1, 2, 4, 3])
+    tail = gl.convert_layout(gl.reshape(tail, [_TILES, _ROWS, 2 * _TILE]), PAIRS)
     pairs = gl.where(_tiles(PAIRS) < _CODED, pairs, tail)
-    pairs = gl.permute(gl.reshape(pairs, [_PARTS, 2, BN, 2 * _TILE]), [0, 2, 1, 3])
-    rows.store(gl.reshape(pairs, [_PARTS, BN, _PART // 2]))
+    pairs = gl.permute(gl.reshape(pairs, [_PARTS, 2, _ROWS, 2 * _TILE]), [0, 2, 1, 3])
+    rows.store(gl.reshape(pairs, [_PARTS, _ROWS, _PART // 2]))
     return inexact, spoiled
 
 
@@ -267,37 +259,36 @@ def _walk(
     [4, 16, 128], and a number that is not 0 if MODE 0 does not hold a row.
     """
     words, bias, parts = memory[4], memory[5], memory[6]
-    BN: gl.constexpr = bias.shape[0]
-    TILES: gl.constexpr = _rows_layout(BN, 4)
+    TILES: gl.constexpr = _rows_layout(4)
     L: gl.constexpr = gl.SliceLayout(0, TILES)
     MMA: gl.constexpr = _MMA
     SCORES: gl.constexpr = gl.SliceLayout(0, MMA)
     DTYPE: gl.constexpr = gl.bfloat16 if MODE == 1 else gl.float16
     K: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
     P: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, order=[2, 1, 0])
-    rows = view(words, DTYPE, [_PARTS, BN, _PART], K)
-    all_parts = view(parts, gl.float32, [_PARTS, _HEADS, BN], P)
+    rows = view(words, DTYPE, [_PARTS, _ROWS, _PART], K)
+    all_parts = view(parts, gl.float32, [_PARTS, _HEADS, _ROWS], P)
     first, last = span[0], span[1]
 
-    slots = _load_slots(first, span, rows0, rows1, L, BN, TWO)
+    slots = _load_slots(first, span, rows0, rows1, L, TWO)
     _start_copy(slots, first, span, rows0, rows1, memory, TILES, TWO)
-    slots = _load_slots(first + 1, span, rows0, rows1, L, BN, TWO)
+    slots = _load_slots(first + 1, span, rows0, rows1, L, TWO)
     q, factor = _load_queries(queries, rows, MMA, MODE)
     SHIFT: gl.constexpr = _SHIFT if MODE == 0 else 0.0
     highest = gl.full([_HEADS], _NO_MAXIMUM, gl.float32, gl.SliceLayout(1, SCORES))
     count = gl.zeros([_HEADS], gl.float32, gl.SliceLayout(1, SCORES))
     sums = gl.zeros([_PARTS, _HEADS, _PART], gl.float32, MMA)
-    inexact = gl.zeros([BN], gl.int32, gl.SliceLayout(1, L))
-    spoiled = _join_tiles(gl.zeros([_TILES, BN, _TILE], gl.int32, TILES))
+    inexact = gl.zeros([_ROWS], gl.int32, gl.SliceLayout(1, L))
+    spoiled = gl.zeros([_ROWS, _TILE], gl.int32, L)
     for block in range(first, last):
         async_copy.wait_group(0)
         bad, nan = _decode(memory, TILES, MODE, NATIVE)
         inexact |= bad
         spoiled |= nan
         _start_copy(slots, block + 1, span, rows0, rows1, memory, TILES, TWO)
-        slots = _load_slots(block + 2, span, rows0, rows1, L, BN, TWO)
+        slots = _load_slots(block + 2, span, rows0, rows1, L, TWO)
         keys = rows.permute([0, 2, 1]).load(gl.DotOperandLayout(1, MMA, 2))
-        all_parts.store(mma_v2(q, keys, gl.zeros([_PARTS, _HEADS, BN], gl.float32, MMA)))
+        all_parts.store(mma_v2(q, keys, gl.zeros([_PARTS, _HEADS, _ROWS], gl.float32, MMA)))
         s = parts.index(0).load(SCORES)
         for part in gl.static_range(1, _PARTS):
             s += parts.index(part).load(SCORES)
@@ -309,7 +300,7 @@ def _walk(
         p = gl.exp2(s - gl.expand_dims(peak - SHIFT, 1))
         count = count * decay + gl.sum(p, 1)
         p, _ = gl.broadcast(
-            gl.expand_dims(p.to(DTYPE), 0), gl.zeros([_PARTS, _HEADS, BN], DTYPE, MMA)
+            gl.expand_dims(p.to(DTYPE), 0), gl.zeros([_PARTS, _HEADS, _ROWS], DTYPE, MMA)
         )
         p = gl.convert_layout(p, gl.DotOperandLayout(0, MMA, 2))
         sums = mma_v2(
@@ -321,9 +312,8 @@ def _walk(
     unseen = 0.0
     if MODE == 0:
         # x * 0 is NaN if x is not finite: what float16 does not hold shows in these.
-        lost = gl.max(inexact & -0x7F7F7F80 != 0, 0) | gl.max(
-            gl.max(gl.max(spoiled & -0x7F7F7F80 != 0, 2), 1), 0
-        )
+        lost = gl.max(inexact & -0x7F7F7F80 != 0, 0)
+        lost |= gl.max(gl.max(spoiled & -0x7F7F7F80 != 0, 1), 0)
         unseen = gl.sum(count * 0.0, 0) + gl.sum(gl.sum(gl.sum(sums * 0.0, 2), 1), 0)
         unseen = gl.where(lost != 0, float("nan"), unseen)
         sums = sums * gl.where(_channels(MMA) < _NOPE, 1.0 / _LIFT, 1.0)
@@ -337,7 +327,7 @@ def decode_mma_kernel(
     H, K0, K1, limit0, limit1, list_stride0, list_stride1, shift0, shift1, step0, step1,
     splits, total, at,
     has_length0, has_length1, has_sink, scale, empty, q_token, q_head, out_token, out_head,
-    BN: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr, NATIVE: gl.constexpr,
+    TWO: gl.constexpr, SPLIT: gl.constexpr, NATIVE: gl.constexpr,
 ):  # fmt: skip
     """Attend one token to a split of its lists; arguments are those of ``decode_kernel``.
 
@@ -352,14 +342,14 @@ def decode_mma_kernel(
     # Without lengths or a sink, these pointers lead to unused numbers of the same type.
     n0 = gl.where(none < has_length0, gl.load(length0_ptr + token), K0)
     n0 = gl.minimum(gl.maximum(n0, 0), none + K0)
-    blocks0 = (n0 + BN - 1) // BN
+    blocks0 = (n0 + _ROWS - 1) // _ROWS
     blocks = blocks0
     rows0 = (n0, list0_ptr + token * list_stride0, limit0, kv0_ptr, shift0, step0)
     rows1 = rows0
     if TWO:
         n1 = gl.where(none < has_length1, gl.load(length1_ptr + token), K1)
         n1 = gl.minimum(gl.maximum(n1, 0), none + K1)
-        blocks += (n1 + BN - 1) // BN
+        blocks += (n1 + _ROWS - 1) // _ROWS
         rows1 = (n1, list1_ptr + token * list_stride1, limit1, kv1_ptr, shift1, step1)
     each = (blocks + splits - 1) // splits
     span = (split * each, gl.minimum(split * each + each, blocks), blocks0)
@@ -368,17 +358,17 @@ def decode_mma_kernel(
     TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     raw = gl.allocate_shared_memory(
-        gl.int32, [_TILES, BN, _TILE], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+        gl.int32, [_TILES, _ROWS, _TILE], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
     )
-    rest = gl.allocate_shared_memory(gl.int32, [BN, _TILE], TILE)
-    scales = gl.allocate_shared_memory(gl.int32, [BN, _SCALES], TILE)
-    valid = gl.allocate_shared_memory(gl.int32, [BN], LINE)
+    rest = gl.allocate_shared_memory(gl.int32, [_ROWS, _TILE], TILE)
+    scales = gl.allocate_shared_memory(gl.int32, [_ROWS, _SCALES], TILE)
+    valid = gl.allocate_shared_memory(gl.int32, [_ROWS], LINE)
     words = gl.allocate_shared_memory(
-        gl.int32, [_PARTS, BN, _PART // 2], gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0])
+        gl.int32, [_PARTS, _ROWS, _PART // 2], gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0])
     )
-    bias = gl.allocate_shared_memory(gl.float32, [BN], LINE)
+    bias = gl.allocate_shared_memory(gl.float32, [_ROWS], LINE)
     parts = gl.allocate_shared_memory(
-        gl.float32, [_PARTS, _HEADS, BN], gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
+        gl.float32, [_PARTS, _HEADS, _ROWS], gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
     )
     memory = (raw, rest, scales, valid, words, bias, parts)
     top, count, sums, unseen = _walk(queries, span, rows0, rows1, memory, TWO, 0, NATIVE)
