@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from anymla.testing.conformance.expected import attend
 from anymla.testing.tolerance import (
     Bound,
     accumulation,
@@ -96,3 +97,25 @@ def test_relative_error_is_relative_to_the_largest_value() -> None:
         0.1
     )
     assert relative_error(torch.zeros(0), torch.zeros(0)) == 0.0
+
+
+def test_lse_may_err_as_the_sums_of_terms_that_cancel() -> None:
+    q, rows = torch.randn(50, 8, 512).bfloat16(), torch.randn(50, 20, 512)
+    want = attend(q, list(rows.double()))
+    assert want.score_norm.max() < 8  # Ordinary rows have the bound that they had without it.
+    rows[:, :3] *= 1e5
+    want = attend(q, list(rows.double()))
+    order = torch.randperm(512)
+    scores = torch.zeros(50, 8, 20)
+    for part in order.split(16):
+        scores += q[..., part].float() @ rows[..., part].mT
+    want.check((want.out.bfloat16(), (scores * 512**-0.5).logsumexp(-1)))
+    scores = q.double() @ rows.double().mT * 512**-0.5
+    largest = scores.argmax(-1, keepdim=True)
+    left_out = scores.scatter(-1, largest, -torch.inf).logsumexp(-1)
+    part = order[:16]  # of the channels, missing from all scores
+    short = scores - q[..., part].double() @ rows[..., part].double().mT * 512**-0.5
+    for wrong in (left_out, short.logsumexp(-1)):
+        allowed = want.score_norm.clamp(min=8.0) + want.lse.abs()
+        error = (wrong - want.lse).abs() / (4 * 512**0.5 * 2.0**-23 * allowed)
+        assert (error > 1).double().mean() > 0.98

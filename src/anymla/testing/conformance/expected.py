@@ -24,11 +24,14 @@ class Attention:
         out: float64 [T, H, D], output of each head.
         lse: float64 [T, H], natural logarithm, without the sink.
         weight: float64 [T, H, D], sum of p |v|, the scale of rounding errors.
+        score_norm: float64 [T, H], Euclidean norm of the terms that add up to a score, as a mean
+            over rows by p; the scale of rounding errors of ``lse``.
     """
 
     out: Tensor
     lse: Tensor
     weight: Tensor
+    score_norm: Tensor
 
     def check(self, result: tuple[Tensor, Tensor | None], name: str = "attention") -> float:
         """Compare with an operation's (out, lse); a library that returns no lse gives None.
@@ -37,7 +40,9 @@ class Attention:
 
         One bfloat16 unit of sum(p |v|) for probabilities rounded to bfloat16 (half a unit) and the
         float32 errors of scores and sums, and one unit of the result for rounding it (half). The
-        lse is float32 of scores that are dot products of the row's width.
+        lse is float32 of scores that are dot products of the row's width. Terms of a score that
+        cancel walk at random before they do: a partial sum is about their Euclidean norm, however
+        small the score is.
         """
         out, lse = result
         error = ulps(torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32, 1)
@@ -47,8 +52,10 @@ class Attention:
         if lse is None:
             return worst
         slack = accumulation(out.shape[-1], torch.float32, c=4.0)
-        name = f"{name}: lse"
-        return max(worst, assert_close(lse, self.lse, atol=slack, rtol=slack, scale=8.0, name=name))
+        name, scale = f"{name}: lse", self.score_norm.clamp(min=8.0)
+        return max(
+            worst, assert_close(lse, self.lse, atol=slack, rtol=slack, scale=scale, name=name)
+        )
 
 
 def attend(
@@ -66,17 +73,19 @@ def attend(
     for t in range(tokens):
         if not len(rows[t]):
             empty = torch.zeros(heads, values, dtype=torch.float64)
-            parts.append((empty, torch.full((heads,), -torch.inf, dtype=torch.float64), empty))
+            none = torch.zeros(heads, dtype=torch.float64)
+            parts.append((empty, none - torch.inf, empty, none))
             continue
         scores = q[t].double() @ rows[t].T * scale
         lse = scores.logsumexp(-1)
         share = (scores - lse.unsqueeze(1)).exp()
+        norms = (q[t].double().square() @ rows[t].square().T).sqrt() * scale
+        norm = torch.where(share > 0, share * norms, 0.0).sum(1)
         if sink is not None:
             share = share * torch.sigmoid(lse - sink.double()).unsqueeze(1)
         value = rows[t][:, :values]
-        parts.append((share @ value, lse, share @ value.abs()))
-    out, lses, weight = zip(*parts, strict=True)
-    return Attention(torch.stack(out), torch.stack(lses), torch.stack(weight))
+        parts.append((share @ value, lse, share @ value.abs(), norm))
+    return Attention(*map(torch.stack, zip(*parts, strict=True)))
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:

@@ -67,7 +67,9 @@ def graph_padding(ops: Ops) -> None:
         target.fill_(0xFF)
         graph.replay()
         stream.synchronize()
-    expected = Attention(want.out[:real], want.lse[:real], want.weight[:real])
+    expected = Attention(
+        want.out[:real], want.lse[:real], want.weight[:real], want.score_norm[:real]
+    )
     its_lse = None if lse is None else lse[:real].cpu()
     expected.check((out[:real].cpu(), its_lse), f"{real} of {tokens} rows replayed")
     expect(bool((out[real:] == 0).all()), "padding rows must give exactly 0")
