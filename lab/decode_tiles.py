@@ -29,7 +29,7 @@ Shape = tuple[int, int, int]  # heads, tokens, slots beside a window of 128
 WINDOW, PAGE = 128, 64
 SHAPES: list[Shape] = [
     (64, 77, 1024), (64, 8, 1024), (64, 32, 512), (128, 24, 1024), (8, 64, 1024), (16, 128, 512),
-    (32, 96, 700),
+    (32, 96, 700), (8, 8, 1024), (16, 16, 1024),
 ]  # fmt: skip
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 
