@@ -159,7 +159,9 @@ def server_options(options: argparse.Namespace, *, warms_up: bool) -> list[str]:
         warms_up: let kernels be compiled at the start that registered for it. vLLM's own take ten
             minutes, and are compiled at first use here.
     """
-    found = ["--max-model-len", str(max(sum(point) for point in options.points) + 64)]
+    # The server's tokens of a random text may be more than those it was drawn from.
+    longest = max(sum(point) for point in options.points) * 9 // 8
+    found = ["--max-model-len", str(longest + 64)]
     found += ["--max-num-seqs", str(options.concurrency), "--max-num-batched-tokens", "8192"]
     found += ["--no-enable-prefix-caching", "--seed", "0"]
     if options.model is None:
@@ -190,16 +192,23 @@ def client_options(
     ]  # fmt: skip
 
 
-def bench(command: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run vLLM's client and return its result.
+def bench(asked: argparse.Namespace, arguments: Sequence[str]) -> dict[str, float]:
+    """Run vLLM's client and return what is kept of its result.
 
     Args:
-        command: program that takes these arguments; vLLM's own in this process if empty.
+        asked: options; without ``client``, vLLM's own runs in this process.
         arguments: arguments for ``vllm bench serve``.
 
     Raises:
-        RuntimeError: the command failed.
+        RuntimeError: the command failed, or a server refused requests.
     """
+    result = _result(asked.client, arguments)
+    if result["completed"] != asked.prompts:
+        raise RuntimeError(f"{result['completed']} of {asked.prompts} requests were answered")
+    return {name: round(float(result[theirs]), 3) for name, theirs in _KEPT.items()}
+
+
+def _result(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     if not command:
         from vllm.benchmarks.serve import add_cli_args, main_async
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -262,8 +271,8 @@ def run_all(
 
     def unmeasured(server: Server) -> None:
         for point in asked.points:
-            result = bench(asked.client, client_options(server, point, model, 0, asked))
-            _say(f"unmeasured {_line(server, point, _kept(result))}")
+            kept = bench(asked, client_options(server, point, model, 0, asked))
+            _say(f"unmeasured {_line(server, point, kept)}")
 
     for server in servers if not asked.urls else ():
         server.start(model, asked)
@@ -290,7 +299,7 @@ def measure(
         for point in asked.points:
             for server in servers if repeat % 2 == 0 else reversed(servers):
                 options = client_options(server, point, model, repeat + 1, asked)
-                kept = _kept(bench(asked.client, options))
+                kept = bench(asked, options)
                 _say(_line(server, point, kept))
                 found.setdefault((point, server.mode), []).append(kept)
     for (point, mode), each in found.items():
@@ -301,10 +310,6 @@ def measure(
 
 def _say(text: str) -> None:
     print(text, file=OUT, flush=True)
-
-
-def _kept(result: dict[str, Any]) -> dict[str, float]:
-    return {name: round(float(result[theirs]), 3) for name, theirs in _KEPT.items()}
 
 
 def _line(server: Server, point: tuple[int, int], kept: dict[str, float]) -> str:

@@ -1,5 +1,6 @@
 """Repeats of ``benchmarks/vllm/serve.py`` alternate among its servers; a stand-in is the client."""
 
+import argparse
 import http.server
 import json
 import sys
@@ -78,9 +79,19 @@ def test_repeats_alternate_and_rows_hold_every_one(tmp_path, monkeypatch, urls) 
     assert measured == first + second
 
 
-def test_a_client_that_fails_ends_the_run(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("raise SystemExit('broken client')", "broken client"),
+        (CLIENT.replace('"completed": 16', '"completed": 9'), "9 of 16 requests were answered"),
+    ],
+)
+def test_a_run_that_lacks_answers_is_none(tmp_path, monkeypatch, program, words) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import serve
 
-    with pytest.raises(RuntimeError, match="broken client"):
-        serve.bench(f"{sys.executable} -c \"raise SystemExit('broken client')\"", [])
+    (tmp_path / "client.py").write_text(program)
+    asked = argparse.Namespace(client=f"{sys.executable} {tmp_path / 'client.py'}", prompts=16)
+    given = ["--base-url", "none", "--random-input-len", "16", "--seed", "1"]
+    with pytest.raises(RuntimeError, match=words):
+        serve.bench(asked, given)
