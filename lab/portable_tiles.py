@@ -71,7 +71,7 @@ _REPETITIONS = 8
 
 
 def prefill_tiles(heads: int) -> dict[str, Chosen]:
-    """Return what makes a call take each tile, by the tile's name."""
+    """Return a context for each tile, by its name, in which calls take that tile."""
     return {
         str(tile): functools.partial(
             mock.patch.object, triton_decode_launch, "choose_tile", return_value=Tile(*tile)
@@ -100,7 +100,7 @@ def stream_calls(tokens: int, d: int, device: torch.device) -> Calls:
 
 
 def stream_tiles(tokens: int, d: int, target: Target) -> dict[str, Chosen]:
-    """Return what makes a call take each tile of few and of many tokens, by the tile's name."""
+    """Return a context for each tile of few and of many tokens, by its name, as for prefill."""
     few = [
         MixConfig(rows, columns, max(1, width // columns), warps, direct=direct)
         for rows, columns, warps, width in itertools.product(
@@ -111,41 +111,34 @@ def stream_tiles(tokens: int, d: int, target: Target) -> dict[str, Chosen]:
         and tokens * d // (rows * width) < 32768
     ]  # fmt: skip
     found: dict[str, Chosen] = {
-        str(dataclasses.astuple(each)): functools.partial(_few, each) for each in few
+        str(dataclasses.astuple(each)): functools.partial(_mixed_by, each) for each in few
     }
     if tokens >= 512:
         slice_ = choose_many_tokens_config(tokens, d, target).slice
         for size in _MANY_TILES:
             tile = ManyTokensConfig(*size, slice_)
-            found[f"many {size}"] = functools.partial(_many, tile)
+            found[f"many {size}"] = functools.partial(_mixed_by, tile)
     return found
 
 
 @contextlib.contextmanager
-def _few(config: MixConfig) -> Iterator[None]:
+def _mixed_by(config: MixConfig | ManyTokensConfig) -> Iterator[None]:
+    """Let the kernel that a config belongs to take it, and launches be prepared again."""
+    many = isinstance(config, ManyTokensConfig)
+    module: Any = triton_mix_many_tokens if many else triton_mix
+    name = "choose_many_tokens_config" if many else "choose_mix_config"
+    prepared = module._launches if many else module._mixing
     with (
-        mock.patch.object(triton_mix, "choose_mix_config", return_value=config),
-        mock.patch.object(streams_launch, "takes_many_tokens", return_value=False),
+        mock.patch.object(module, name, return_value=config),
+        mock.patch.object(streams_launch, "takes_many_tokens", return_value=many),
     ):
-        triton_mix._mixing.cache_clear()
+        prepared.cache_clear()
         yield
-    triton_mix._mixing.cache_clear()
-
-
-@contextlib.contextmanager
-def _many(config: ManyTokensConfig) -> Iterator[None]:
-    module = triton_mix_many_tokens
-    with (
-        mock.patch.object(module, "choose_many_tokens_config", return_value=config),
-        mock.patch.object(streams_launch, "takes_many_tokens", return_value=True),
-    ):
-        module._launches.cache_clear()
-        yield
-    module._launches.cache_clear()
+    prepared.cache_clear()
 
 
 def score_tiles(target: Target) -> dict[str, Chosen]:
-    """Return what makes index scores take each tile: keys, warps and stages."""
+    """Return a context for each tile of index scores, by its keys, warps and stages."""
     tile = choose_score_config(1, HEADS, WIDTH, "fp16", target, paged_keys=1)
     return {
         str(sizes): functools.partial(
@@ -192,7 +185,7 @@ def measured(families: list[str], target: Target, clock: Any) -> Iterator[dict[s
     if "prefill" in families:
         for case in PREFILLS:
             call = Call(case, clock.device)
-            made: Calls = [lambda call=call: call.ours("triton")]  # type: ignore[misc]
+            made: Calls = [functools.partial(call.ours, "triton")]
             row = searched(made, prefill_tiles(case.heads), clock)
             yield {
                 "part": "prefill tile", "case": case.label,
@@ -202,12 +195,10 @@ def measured(families: list[str], target: Target, clock: Any) -> Iterator[dict[s
         pool = Pool(pages_needed(SELECTIONS), clock.device)
         for shape in SELECTIONS:
             copies = copies_for(shape.requests * shape.keys * (WIDTH + 4))
-            made = [
-                functools.partial(each.select, "triton", shape)
-                for each in pool.inputs(shape, copies)
-            ]
+            inputs = pool.inputs(shape, copies)
+            made = [functools.partial(each.select, "triton", shape) for each in inputs]
             row = searched(made, score_tiles(target), clock)
-            seen = int(pool.inputs(shape, 1)[0].lengths.sum())
+            seen = int(inputs[0].lengths.sum())
             yield {
                 "part": "selection tile", "case": shape.label, "topk": TOPK,
                 "kernels_us": clock.kernel_times(made[0]),

@@ -30,7 +30,7 @@ _BANK = 16  # distinct pages of random rows, which the pages of a pool repeat in
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A batch: what each request holds, and how much of it is new.
+    """A batch, by the lengths of its requests and the number of their new tokens.
 
     Attributes:
         lengths: tokens of each request, the new ones included.
@@ -52,14 +52,14 @@ class Scene:
     Attributes:
         backend: ``DeepseekV4AttnBackend``.
         batch: ``ForwardBatch``.
-        load: what the batch holds.
+        load: lengths of the batch's requests.
         heads: heads of a rank.
         layers: numbers of the layers of each ratio.
         q: queries [T, heads, 512].
         sink: logits of the heads.
         index_q: index queries, float8_e4m3fn [T, 64, 128].
         index_weights: float32 [T, 64, 1].
-        held: what captured graphs read, which SGLang's backend forgets at the next capture.
+        held: tensors that captured graphs read, which SGLang's backend forgets at the next capture.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Scene:
         """Make the backend, and fill its pools.
 
         Args:
-            load: what the batch holds.
+            load: lengths of the batch's requests.
             heads: heads of a rank.
             topk: entries that an indexer selects, 512 or 1,024.
             each: layers of each ratio.
             context: longest context that the server allows, which lists are as wide as.
             device: device of the tensors.
-            seed: seed of all that is random.
+            seed: seed of all random numbers.
         """
         self.load = load
         self.held: list[object] = []
@@ -373,7 +373,7 @@ def capture(scene: Scene, layers: Callable[[], object], stream: torch.cuda.Strea
 
     Args:
         scene: backend and batch.
-        layers: what runs once the lists are made.
+        layers: function that runs after the lists are made.
         stream: stream that the graph is captured on.
 
     Returns:

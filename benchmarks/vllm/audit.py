@@ -54,9 +54,9 @@ class Served:
 
         Args:
             judges: processes that judge.
-            layers: of V4-Flash's.
-            traffic: what is served once, so that it is compiled.
-            faults: put faults into the engine that can be switched on.
+            layers: number of layers, of V4-Flash's sizes.
+            traffic: requests that are served once, so that their kernels are compiled.
+            faults: True to put faults into the engine that can be switched on.
         """
         self.sizes = sorted({1, 8, 16} if faults else {requests for requests, _, _ in traffic})
         options = {"cudagraph_capture_sizes": self.sizes, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -369,8 +369,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--requests", type=int, default=8, help="whose steps' cost is measured")
     parser.add_argument("--tokens", type=int, default=400, help="new ones of each of them")
-    parser.add_argument("--repeats", type=int, default=3, help="of each way to audit them")
-    parser.add_argument("--after", type=Path, help="measure when this file is there")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each way to audit them")
+    parser.add_argument("--after", type=Path, help="file whose appearance begins the measurement")
     parser.add_argument("--only", choices=("faults", "alarms", "cost", "rare"), nargs="*")
     asked = parser.parse_args()
     mode = os.environ.get("ANYMLA_VLLM", "auto")

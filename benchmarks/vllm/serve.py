@@ -227,7 +227,7 @@ def _result(command: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 class Report:
-    """Rows, as they come."""
+    """A file of rows, to which each is appended when it is known."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         """Find out what all rows say."""
@@ -243,7 +243,7 @@ class Report:
         self.path = asked.rows
 
     def row(self, part: str, case: str, mode: str, found: dict[str, Any]) -> None:
-        """Append one."""
+        """Append a row."""
         row = {"part": part, "case": case} | found | {"backend": mode} | self.common
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")

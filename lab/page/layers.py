@@ -121,7 +121,7 @@ def layer_table(rows: Sequence[Row]) -> list[str]:
 
 
 def experts_table(rows: Sequence[Row]) -> list[str]:
-    """Return Markdown lines: what layers with many experts take beside what reading them takes.
+    """Return Markdown lines with times of layers with many experts, and of reading their bytes.
 
     "Read" is the time that the bytes take at the copy rate of the same process. "Adds" is by how
     much later a layer ends by kernels, in a trace of replays; "idle" is the time in it without any.

@@ -186,7 +186,7 @@ def _decode(memory, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexp
         first = mul_f16x2(_pair(words, 0x1404), factor)
         second = mul_f16x2(_pair(words, 0x3424), factor)
     pairs = gl.convert_layout(gl.reshape(gl.join(first, second), [_TILES, _ROWS, 2 * _TILE]), PAIRS)
-    # Of the tail, a thread has two times 16 bytes that are not adjacent: see ``tail_order``.
+    # A thread has two runs of 16 bytes of the tail, which are not adjacent; see ``tail_order``.
     words, tail = gl.broadcast(words, gl.expand_dims(rest.load(gl.SliceLayout(0, TILES)), 0))
     if MODE == 0:
         words, tail = cvt_f16x2_bf16x2(words), cvt_f16x2_bf16x2(tail)
