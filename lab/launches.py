@@ -125,16 +125,20 @@ def recorded_launches(target: Target, *, run: str = "") -> Iterator[Launches]:
         run: prefix of modules whose interpreted kernels run as well.
     """
     launches = Launches(target)
-    kind = _kernel_type()
-    really_run = kind.run
+    with contextlib.ExitStack() as patches:
+        for kind in _kernel_types():
+            patches.enter_context(mock.patch.object(kind, "run", _noting(launches, run, kind.run)))
+        patches.enter_context(pretended_device(target))
+        yield launches
 
+
+def _noting(launches: Launches, run: str, really_run: Callable[..., None]) -> Callable[..., None]:
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launches.note(self, args, kwargs)
         if run and self.fn.__module__.startswith(run):
             really_run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with mock.patch.object(kind, "run", note), pretended_device(target):
-        yield launches
+    return note
 
 
 @contextlib.contextmanager
@@ -155,14 +159,14 @@ def pretended_device(target: Target) -> Iterator[None]:
         yield
 
 
-def _kernel_type() -> Any:
+def _kernel_types() -> list[Any]:
+    from triton.runtime.jit import JITFunction
+
     if INTERPRETED:
         from triton.runtime.interpreter import InterpretedFunction
 
-        return InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    return JITFunction
+        return [InterpretedFunction, JITFunction]  # Gluon is not interpreted
+    return [JITFunction]
 
 
 def _supported(device_type: str) -> Support:

@@ -9,12 +9,13 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from anymla.ops.device import TARGETS
+from anymla.ops.device import TARGETS, Target
 from anymla.ops.moe.config import (
     choose_align_config,
     choose_config,
     choose_router_config,
     choose_sm90_config,
+    choose_w4a8_config,
 )
 from anymla.ops.moe.shapes import (
     FLASH_ROUTER,
@@ -23,8 +24,10 @@ from anymla.ops.moe.shapes import (
     RANKS,
     ROUTER_TOKENS,
     ExpertFormats,
+    ExpertsShape,
     step_tokens,
 )
+from anymla.runtime.bucket import request_counts
 from anymla.testing.published import FLASH, PRO
 
 STEPS = range(1, 4200)
@@ -51,7 +54,7 @@ def test_steps_take_every_config_on_hopper(model: str, ranks: int) -> None:
         for shape in (MODELS[model](tokens, count) for tokens in steps):
             tiles = choose_sm90_config(shape)
             if tiles is not None:
-                found.add((tiles, choose_align_config(shape.pairs, count)))
+                found.add((tiles, choose_align_config(shape.pairs, count, tiles[0].block_m)))
         return found
 
     count = MODELS[model](1).experts // ranks
@@ -81,6 +84,60 @@ def test_built_steps_take_every_config_of_triton(model: str, target: str) -> Non
             assert configs(whole.experts, STEPS, formats, part) <= taken
         for ranks in RANKS:
             assert configs(whole.experts // ranks, STEPS, formats) <= taken
+
+
+MXFP4 = ExpertFormats(torch.bfloat16, "mxfp4", torch.uint8, True)
+ALL_FORMATS = [
+    MXFP4,
+    dataclasses.replace(MXFP4, quantized=False),
+    dataclasses.replace(MXFP4, weight="fp8"),
+    dataclasses.replace(MXFP4, weight="nvfp4"),
+    ExpertFormats(torch.bfloat16, "plain", torch.bfloat16, False),
+]
+
+
+def compiled_for(shape: ExpertsShape, formats: ExpertFormats, target: Target) -> set[object]:
+    """What the kernels of a call are compiled for, one entry a kernel."""
+    aligned = None
+    if target.name == "sm_90" and formats == MXFP4:
+        if shape.pairs > 5 * shape.experts:
+            config = choose_w4a8_config(shape)
+            assert config is not None
+            gemms: object = config
+            aligned = config.block_m
+        else:
+            tiles = choose_sm90_config(shape)
+            assert tiles is not None
+            gemms, aligned = tiles, tiles[0].block_m
+    else:
+        triton = choose_config(shape, formats, target)
+        gemms = triton
+        if triton.adjacent and triton.grouped:
+            aligned = triton.block_m
+    if aligned is None:
+        return {gemms}
+    return {gemms, (aligned, choose_align_config(shape.pairs, shape.experts, aligned))}
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_numbers_that_a_warm_up_runs_compile_all_kernels(model: str, ranks: int) -> None:
+    """Whatever the number of tokens, so that no step of a server waits for a compiler."""
+    count = MODELS[model](1).experts
+    for target, formats in itertools.product(map(TARGETS.get, TARGETS), ALL_FORMATS):
+        assert target is not None
+        # Ranks with experts of their own, and with some channels of each; experts of a token.
+        for experts, parts, chosen in ((count // ranks, 1, 6), (count, ranks, 6), (count, 1, 8)):
+            shape = dataclasses.replace(MODELS[model](1, experts), experts_per_token=chosen)
+            shape = dataclasses.replace(shape, inner=shape.inner // parts)
+            if target.name == "sm_90" and formats == MXFP4 and shape.inner % 512:
+                continue  # W4A8 and Triton share these
+
+            def of(steps: Iterable[int], shape: ExpertsShape = shape) -> set[object]:
+                sized = (dataclasses.replace(shape, tokens=tokens) for tokens in steps)
+                return set().union(*(compiled_for(each, formats, target) for each in sized))
+
+            assert of((*range(1, 400), *range(400, 4200, 9))) <= of(request_counts(4200))
 
 
 def test_steps_take_every_config_of_routers() -> None:

@@ -11,6 +11,9 @@ expert) pairs, grouped by expert in blocks of ``block_m``:
   rows of the matrix instruction, and weights go from memory into registers without masks.
 
 Thresholds were measured on an H200 with the shapes beside them; see docs/performance/experts.md.
+
+A warm-up runs powers of two of tokens. So a choice holds for all numbers of tokens up to some power
+of two, or from one threshold to another that is at least twice as many.
 """
 
 from __future__ import annotations
@@ -178,7 +181,7 @@ class W4A8Config:
 # 26 pairs on an H200 (benchmarks/results/experts_blocks_h200.jsonl), above on an H100
 # (experts_blocks_h100.jsonl); see docs/performance/experts.md.
 _W4A8_PAIRS_AN_EXPERT = 5
-_W4A8_BLOCKS = ((13, 16), (26, 32), (48, 64), (float("inf"), 128))
+_W4A8_BLOCKS = ((13, 16), (26, 32), (52, 64), (float("inf"), 128))
 _SCALED_SUMS = (16, 32)
 # Stages are 256 channels where sums are scaled, otherwise 128.
 _MOST_W4A8_STAGES = {16: 6, 32: 6, 64: 8, 128: 8}
@@ -337,7 +340,7 @@ _MAX_COMPARISONS = 1 << 16
 _K_WARPS_TILES = ((4, 32, 4), (10, 64, 4), (float("inf"), 64, 2))
 # Largest number of pairs an expert, then pairs of a block and channels of a step. V4-Flash, 32
 # experts; 128, 256 and 4,096 tokens.
-_BF16_TILES = ((32, 32, 128), (48, 64, 64), (float("inf"), 128, 64))
+_BF16_TILES = ((32, 32, 128), (64, 64, 64), (float("inf"), 128, 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,7 +430,7 @@ def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target)
         # registers.
         warps = 8 if target.intel else 4
         return GemmConfig(True, grouped, 16, 64, 128, torch.float16, warps, 4)
-    if not formats.quantized or share > _MAX_SCALED_SUMS:
+    if not formats.quantized or shape.rehearsed.pairs_per_expert > _MAX_SCALED_SUMS:
         block_m, block_k = next((m, k) for most, m, k in _BF16_TILES if share <= most)
         # On Intel, 128 pairs in float16 spill 18 registers.
         few = target.narrow or (target.intel and formats.x is torch.float16)
@@ -437,7 +440,7 @@ def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target)
         stages = 2 if target.narrow else 3
         return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, stages)
     if uses_mma_sync(target):
-        return _k_warps_config(shape, target)
+        return _k_warps_config(shape.rehearsed, target)
     operand = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
     if not uses_wgmma(target):
         return GemmConfig(True, grouped, 16, 64, 128, operand, 4, 2 if target.narrow else 4)
@@ -466,8 +469,9 @@ def _k_warps_config(shape: ExpertsShape, target: Target) -> GemmConfig:
 
 # --- grouping of pairs, and elementwise kernels --------------------------------------------------
 
-# Pairs that an alignment CTA takes at a time, channels of a combine CTA and of a SwiGLU CTA.
-ALIGN_PAIRS = 1024
+# Pairs that an alignment CTA takes at a time, at most and of a token or two; channels of a combine
+# CTA and of a SwiGLU CTA.
+ALIGN_PAIRS, _PAIRS_OF_A_TOKEN = 1024, 16
 COMBINE_CHANNELS = 1024
 SWIGLU_CHANNELS = 2048
 
@@ -489,14 +493,15 @@ class AlignConfig:
     num_warps: int
 
 
-def choose_align_config(pairs: int, experts: int) -> AlignConfig:
+def choose_align_config(pairs: int, experts: int, block_m: int) -> AlignConfig:
     """Choose sizes; V4-Flash, 256 experts, 128 tokens: 22 us, but 56 us with 64 pairs at a time."""
     few, padded = experts <= 64, next_power_of_2(experts)
     compared = (1 << 15 if few else 1 << 14) // padded
-    pairs = max(16, next_power_of_2(pairs))
-    return AlignConfig(
-        padded, max(16, min(pairs, compared)), min(pairs, ALIGN_PAIRS), 8 if few else 16
-    )
+    placed = ALIGN_PAIRS
+    if block_m == 8:  # for at most some pairs an expert
+        one_token = pairs <= _PAIRS_OF_A_TOKEN <= experts
+        placed = _PAIRS_OF_A_TOKEN if one_token else min(max(16, 4 * padded), ALIGN_PAIRS)
+    return AlignConfig(padded, max(16, min(placed, compared)), placed, 8 if few else 16)
 
 
 # --- routers -------------------------------------------------------------------------------------

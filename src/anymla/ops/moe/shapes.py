@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from anymla.formats.fp8_block import FP8_BLOCK
+from anymla.ops._sizes import next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,11 @@ class ExpertsShape:
     def pairs_per_expert(self) -> float:
         """Average number of pairs of one expert, if all pairs are on this device."""
         return self.pairs / max(1, self.experts)
+
+    @property
+    def rehearsed(self) -> ExpertsShape:
+        """These sizes with the number of tokens that a warm-up runs for them, a power of two."""
+        return dataclasses.replace(self, tokens=next_power_of_2(self.tokens))
 
 
 @dataclasses.dataclass(frozen=True)

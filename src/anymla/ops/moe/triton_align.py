@@ -265,7 +265,7 @@ def _alignment_with_rows(
     device: torch.device,
 ) -> PreparedLaunch:
     rows, width, pairs, experts, offset, count = sizes
-    row_blocks, config = width // quant_block, choose_align_config(pairs, experts)
+    row_blocks, config = width // quant_block, choose_align_config(pairs, experts, block_m)
     quant_blocks = config.num_warps * FP8_BLOCK // quant_block
     return PreparedLaunch(
         align_and_quantize_kernel,
