@@ -89,8 +89,10 @@ def save(directory: Path, experts: int, layers: int, share: int = 1) -> None:
         layers: likewise.
         share: likewise.
     """
-    ends = ["<s>", "</s>"]
-    words = ends + [f"w{number}" for number in range(len(ends), VOCABULARY)]
+    # vLLM refuses a text of more characters than its longest word times the tokens that it may
+    # have, in which spaces count: one word is longer than each other with its space.
+    ends, unknown = ["<s>", "</s>"], "<unknown>"
+    words = [*ends, *(f"w{number}" for number in range(len(ends), VOCABULARY - 1)), unknown]
     added = [{"id": number, "content": word, "special": True} for number, word in enumerate(ends)]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer = {
@@ -100,7 +102,7 @@ def save(directory: Path, experts: int, layers: int, share: int = 1) -> None:
         "model": {
             "type": "WordLevel",
             "vocab": {word: number for number, word in enumerate(words)},
-            "unk_token": words[-1],
+            "unk_token": unknown,
         },
     }
     named = {

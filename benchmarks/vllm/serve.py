@@ -1,10 +1,10 @@
 """Servers with and without the plugin, starts and ``vllm bench serve``: ``serve.py ROWS``.
 
-The servers start at once, and each start is measured to the first answers. Each point runs once
-unmeasured, on all servers at once; then every repeat of a point goes to all of them, one after the
-other, before the next. Seconds count from the command to an answer of ``/health``, tokens a second
-are those that were generated. Without repeats a server runs the points as soon as it is ready, so
-that what they need is compiled.
+The servers start at once, and each start is measured to the first answers. A server runs each
+point unmeasured as soon as it is ready, so that what they need is compiled; when all are done,
+every repeat of a point goes to all of them, one after the other, before the next. Seconds count
+from the command to an answer of ``/health``, tokens a second are those that were generated. Each
+row is written when it is known, also that a server was not ready in time.
 
 ``--caches`` is a folder for compiled kernels with one folder for each server: where it is empty,
 the start is a cold one, and a second one with the same is warm. ``--urls`` takes servers that run
@@ -139,6 +139,14 @@ class Server:
         text = self.log.read_text(errors="replace") if self.log.is_file() else ""
         return "\n".join(line[:300] for line in text.splitlines()[-lines:])
 
+    def caches(self, options: argparse.Namespace) -> list[str]:
+        """Who has compiled kernels in its folders."""
+        found = set()
+        for folder in _CACHES.values() if options.caches else ():
+            kept = (options.caches / self.mode / folder).rglob("*")
+            found |= {folder for each in kept if each.is_file()}
+        return sorted(found)
+
     def leave(self) -> None:
         """End it, and what it has started."""
         if self.process is None:
@@ -159,9 +167,7 @@ def server_options(options: argparse.Namespace, *, warms_up: bool) -> list[str]:
         warms_up: let kernels be compiled at the start that registered for it. vLLM's own take ten
             minutes, and are compiled at first use here.
     """
-    # The server's tokens of a random text may be more than those it was drawn from.
-    longest = max(sum(point) for point in options.points) * 9 // 8
-    found = ["--max-model-len", str(longest + 64)]
+    found = ["--max-model-len", str(max(sum(point) for point in options.points) + 64)]
     found += ["--max-num-seqs", str(options.concurrency), "--max-num-batched-tokens", "8192"]
     found += ["--no-enable-prefix-caching", "--seed", "0"]
     if options.model is None:
@@ -254,57 +260,74 @@ def run_all(
 ) -> None:
     """Start the servers that are not, and measure those that answer."""
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    began = time.monotonic()
+    caches = {server.mode: {"caches": server.caches(asked)} for server in servers}
 
     def answers(server: Server) -> bool:
-        try:
-            seconds = server.ready(asked.seconds)
-            first = [server.first_token(seed, vocabulary) for seed in range(3)]
-            found = {"started_s": round(seconds, 1), "first_ms": [round(each, 1) for each in first]}
+        if not asked.urls:
+            there = caches[server.mode]
+            try:
+                seconds = round(server.ready(asked.seconds), 1)
+                first = [server.first_token(seed, vocabulary) for seed in range(3)]
+            except (RuntimeError, OSError) as error:
+                waited = {"waited_s": round(time.monotonic() - server.began, 1)}
+                report.row("start", "a server, not ready", server.mode, there | waited)
+                _say(f"FAILED {server.mode} {asked.label}: {error}")
+                return False
+            found = {"started_s": seconds, "first_ms": [round(each, 1) for each in first]} | there
             _say(f"start {asked.label} {server.mode:6s} {json.dumps(found)}")
             report.row("start", "a server", server.mode, found)
-            if not asked.repeats:
-                unmeasured(server)
+        try:
+            for point in asked.points * asked.unmeasured:
+                kept = bench(asked, client_options(server, point, model, 0, asked))
+                _say(f"unmeasured {_line(server, point, kept)}")
         except (RuntimeError, OSError) as error:
             _say(f"FAILED {server.mode} {asked.label}: {error}")
             return False
         return True
-
-    def unmeasured(server: Server) -> None:
-        for point in asked.points:
-            kept = bench(asked, client_options(server, point, model, 0, asked))
-            _say(f"unmeasured {_line(server, point, kept)}")
 
     for server in servers if not asked.urls else ():
         server.start(model, asked)
     if not asked.client:
         import vllm.benchmarks.serve  # noqa: F401
     with concurrent.futures.ThreadPoolExecutor(len(servers)) as pool:
-        found = [True] * len(servers) if asked.urls else list(pool.map(answers, servers))
-        alive = [server for server, answer in zip(servers, found, strict=True) if answer]
-        if asked.repeats:
-            list(pool.map(unmeasured, alive))
-            measure(alive, model, asked, report)
+        found = list(pool.map(answers, servers))
+    alive = [server for server, answer in zip(servers, found, strict=True) if answer]
+    left = began + asked.end - time.monotonic() if asked.end else float("inf")
+    measure(alive, model, asked, report, min(left, asked.budget or left))
 
 
 def measure(
-    servers: Sequence[Server], model: Path, asked: argparse.Namespace, report: Report
+    servers: Sequence[Server],
+    model: Path,
+    asked: argparse.Namespace,
+    report: Report,
+    seconds: float = float("inf"),
 ) -> None:
-    """Run repeats in turns, and append a row for each point and server."""
-    began = time.monotonic()
+    """Run repeats in turns for so many seconds, and append a row for each run.
+
+    A repeat of a point is left out if it would end too late, were it as long as the one before.
+    """
+    end = time.monotonic() + seconds
+    took: dict[tuple[int, int], float] = {}
     found: dict[tuple[tuple[int, int], str], list[dict[str, float]]] = {}
     for repeat in range(asked.repeats):
-        took = time.monotonic() - began
-        if asked.budget and repeat and took + took / repeat > asked.budget:
-            break  # another one would not fit
         for point in asked.points:
+            began = time.monotonic()
+            if began + took.get(point, 0) > end:
+                continue
             for server in servers if repeat % 2 == 0 else reversed(servers):
                 options = client_options(server, point, model, repeat + 1, asked)
-                kept = bench(asked, options)
+                try:
+                    kept = bench(asked, options)
+                except (RuntimeError, OSError) as error:
+                    _say(f"FAILED {server.mode} {point}: {error}")
+                    continue
                 _say(_line(server, point, kept))
                 found.setdefault((point, server.mode), []).append(kept)
-    for (point, mode), each in found.items():
-        values = {name: [run[name] for run in each] for name in _KEPT}
-        report.row("bench serve", f"{point[0]:,} + {point[1]:,} tokens", mode, values)
+                case = f"{point[0]:,} + {point[1]:,} tokens"
+                report.row("bench serve", case, server.mode, kept | {"repeat": repeat})
+            took[point] = time.monotonic() - began
     _table(found)
 
 
@@ -338,16 +361,18 @@ def _served(servers: Sequence[Server]) -> Iterator[None]:
     """End the servers afterwards, or at SIGTERM, which ends what waits for their answers."""
 
     def leave(*_: object) -> None:
-        for server in servers:
-            server.leave()
+        all_leave()
         sys.exit(143)
+
+    def all_leave() -> None:
+        with concurrent.futures.ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(Server.leave, servers))
 
     signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        for server in servers:
-            server.leave()
+        all_leave()
 
 
 def _points(text: str) -> list[tuple[int, int]]:
@@ -376,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sizes", type=int, nargs="*", default=[1, 8], help="requests in captured graphs"
     )
-    parser.add_argument("--cache-gib", type=int, default=4)
+    parser.add_argument("--cache-gib", type=int, default=6)
     parser.add_argument("--caches", type=Path, help="folder for compiled kernels")
     parser.add_argument("--label", default="", help="name of the start in rows, such as cold")
     parser.add_argument("--seconds", type=float, default=600, help="longest time of a start")
@@ -389,9 +414,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--prompts", type=int, default=16, help="prompts in a run")
     parser.add_argument("--concurrency", type=int, default=8, help="most requests at once")
+    parser.add_argument("--unmeasured", type=int, default=1, help="runs of each point before")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--budget", type=float, default=0, help="seconds for all repeats; 0 for no limit"
+    )
+    parser.add_argument(
+        "--end",
+        type=float,
+        default=0,
+        help="seconds after the start of the servers by which repeats end; 0 for no limit",
     )
     parser.add_argument(
         "--client",

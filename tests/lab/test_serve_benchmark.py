@@ -50,7 +50,7 @@ def urls():
         server.server_close()
 
 
-def test_repeats_alternate_and_rows_hold_every_one(tmp_path, monkeypatch, urls) -> None:
+def test_repeats_alternate_and_each_is_a_row(tmp_path, monkeypatch, urls) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     sys.modules.pop("serve", None)
     import serve
@@ -67,16 +67,89 @@ def test_repeats_alternate_and_rows_hold_every_one(tmp_path, monkeypatch, urls) 
         ]
     )  # fmt: skip
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [(row["case"], row["backend"]) for row in found] == [
-        ("16 + 4 tokens", "off"), ("16 + 4 tokens", "force"),
-        ("32 + 4 tokens", "off"), ("32 + 4 tokens", "force"),
+    small, large = "16 + 4 tokens", "32 + 4 tokens"
+    assert [(row["repeat"], row["case"], row["backend"]) for row in found] == [
+        (0, small, "off"), (0, small, "force"), (0, large, "off"), (0, large, "force"),
+        (1, small, "force"), (1, small, "off"), (1, large, "force"), (1, large, "off"),
     ]  # fmt: skip
-    assert all(row["tpot_ms"] == [1.0, 2.0] for row in found)
+    assert all(row["tpot_ms"] == row["repeat"] + 1 for row in found)
     asked = [line.split() for line in (tmp_path / "asked").read_text().splitlines()]
     measured = [(urls.index(url), tokens) for url, tokens, seed in asked if seed != "0"]
     first = [(0, "16"), (1, "16"), (0, "32"), (1, "32")]
     second = [(1, "16"), (0, "16"), (1, "32"), (0, "32")]
     assert measured == first + second
+
+
+def options(rows: Path, **given: object) -> argparse.Namespace:
+    common = {"layers": 1, "experts": 1, "label": "", "concurrency": 1, "prompts": 16, "beside": ""}
+    common |= {"urls": None, "caches": None, "end": 0, "budget": 0}
+    return argparse.Namespace(rows=rows, **common | given)
+
+
+def test_a_repeat_that_would_end_too_late_is_left_out(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import serve
+
+    now = 0.0
+
+    def bench(_: object, point: tuple[int, int]) -> dict[str, float]:
+        nonlocal now
+        now += 1 if point[0] == 16 else 10
+        return dict.fromkeys(serve._KEPT, 1.0)
+
+    monkeypatch.setattr(serve.time, "monotonic", lambda: now)
+    monkeypatch.setattr(serve, "bench", bench)
+    monkeypatch.setattr(serve, "client_options", lambda _, point, *more: point)
+    asked = options(tmp_path / "rows", points=[(16, 4), (32, 4)], repeats=5)
+    servers = [serve.Server("off"), serve.Server("force")]
+    # 22 s of a repeat, then 4 of a second one's short point and of two more.
+    serve.measure(servers, tmp_path, asked, serve.Report(asked), 30)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    short = [row["backend"] for row in rows if row["case"] == "16 + 4 tokens"]
+    assert short == ["off", "force", "force", "off", "off", "force", "force", "off", "off", "force"]
+    assert [row["backend"] for row in rows if row["case"] == "32 + 4 tokens"] == ["off", "force"]
+
+
+def test_a_server_that_does_not_start_has_a_row(tmp_path, monkeypatch, urls) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import serve
+
+    def start(server: serve.Server, *_: object) -> None:
+        server.url = urls[0] if server.mode == "force" else "http://127.0.0.1:9"
+
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    (tmp_path / "client.py").write_text(CLIENT)
+    full = tmp_path / "caches" / "force" / "triton" / "kernel"
+    full.parent.mkdir(parents=True)
+    full.touch()
+    monkeypatch.setattr(serve.Server, "start", start)
+    monkeypatch.setattr(serve.Server, "first_token", lambda *_: 1.0)
+    asked = options(
+        tmp_path / "rows", points=[(16, 4)], repeats=1, seconds=0.5, unmeasured=1,
+        caches=tmp_path / "caches", client=f"{sys.executable} {tmp_path / 'client.py'}",
+    )  # fmt: skip
+    servers = [serve.Server("off"), serve.Server("force")]
+    serve.run_all(servers, tmp_path, asked, serve.Report(asked))
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    found = {(row["case"], row["backend"]): row for row in rows}
+    assert set(found) == {
+        ("a server, not ready", "off"), ("a server", "force"), ("16 + 4 tokens", "force")
+    }  # fmt: skip
+    assert found["a server", "force"]["caches"] == ["triton"]
+    assert found["a server, not ready", "off"]["caches"] == []
+    assert found["a server, not ready", "off"]["waited_s"] >= 0.5
+
+
+def test_no_text_of_the_random_model_looks_longer_than_its_tokens(tmp_path, monkeypatch) -> None:
+    """vLLM counts characters: no more than a text's tokens times the longest word."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import random_model
+
+    random_model.save(tmp_path, experts=64, layers=4)
+    words = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    assert sorted(words.values()) == list(range(random_model.VOCABULARY))
+    *others, longest = sorted(map(len, words))
+    assert others[-1] + len(" ") < longest
 
 
 @pytest.mark.parametrize(
