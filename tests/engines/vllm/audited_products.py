@@ -195,6 +195,39 @@ def capture_a_draft(hooks: Hooks, model: ModuleType, draft: ModuleType) -> list[
     return found
 
 
+def capture_a_step(hooks: Hooks, model: Model, theirs: ModuleType) -> list[str]:
+    """Run the model as while vLLM captures its graph, with a sum of streams behind the layer.
+
+    Returns:
+        The section that each launch of the graph records.
+    """
+    launches: list[str] = []
+    launch = RowRecorder.flush
+
+    def flush(recorder: RowRecorder) -> None:
+        launches.extend(dict.fromkeys(section for section, *_ in recorder._waiting))
+        launch(recorder)
+
+    streams = torch.zeros(TOKENS, 4, WIDTH)
+    mixes = torch.zeros(TOKENS, 4), torch.zeros(TOKENS, 4, 4)
+    layer = model.model.layers[0]
+
+    def run(hidden: Tensor, positions: Tensor) -> Tensor:
+        note = hooks._methods[layer.attn.prefix][0].note
+        note(hidden=hidden)  # of attention, whose methods do nothing here
+        out = model.run(hidden, positions)
+        theirs.mhc_post_tilelang(out, streams, *mixes)
+        return out
+
+    with (
+        mock.patch.object(RowRecorder, "captured", new_callable=mock.PropertyMock) as captured,
+        mock.patch.object(RowRecorder, "flush", flush),
+    ):
+        captured.return_value = True
+        hooks._forward(run)(torch.randn(TOKENS, WIDTH).bfloat16(), torch.arange(TOKENS))
+    return launches
+
+
 def main(answer: Path) -> None:
     torch.manual_seed(0)
     cuda_model, mtp = stand_in(CUDA_MODELS[0]), stand_in(CUDA_MODELS[1])
@@ -226,9 +259,11 @@ def main(answer: Path) -> None:
         told[name] = {n: (tally.judged, tally.alarms) for n, tally in auditor.tallies.items()}
         auditor.tallies.clear()
     recorded = capture_a_draft(hooks, cuda_model, mtp)
+    launches = capture_a_step(hooks, model, cuda_model)
     kinds = (*METHODS, StreamCalls, RowsAtRest)
     judged_by = sorted({name for kind in kinds for name in kind.judged_by})
     words = {**told, "recorded": recorded, "skipped": auditor.skipped, "judged_by": judged_by}
+    words["launches"] = launches
     answer.write_text(json.dumps(words))
 
 

@@ -15,6 +15,8 @@ def test_products_are_judged_where_their_weights_can_be_read(tmp_path: Path) -> 
     assert answer["judged_by"] == sorted(CHECKS)
     # What a draft model's graph calls is no part of the model's passes, and is not kept for them.
     assert answer["recorded"] == [CUDA_MODELS[0]]
+    # A graph has one launch for the layer, attention and experts together, and one after the last.
+    assert answer["launches"] == ["layers.0.attn", "head"]
     right = answer["right"]
     assert set(right) == {"linear", "experts", "router", "slots"}
     assert not any(alarms for _, alarms in right.values())

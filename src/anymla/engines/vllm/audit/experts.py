@@ -34,9 +34,8 @@ class Router(Method):
     def look(self, hidden: Tensor, input_ids: Any = None, *args: Any, **rest: Any) -> Look:
         token = input_ids.view(-1, 1) if isinstance(input_ids, Tensor) else None
         self.note(mixed=hidden, token=token)
-        self.watch.recorder.flush()  # a graph's launch for all of attention
         yield
-        self.watch.recorder.flush()
+        self.watch.recorder.flush()  # a graph's launch for all of the layer
 
     def choose(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *args: Any, **rest: Any

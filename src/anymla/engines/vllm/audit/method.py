@@ -51,7 +51,10 @@ class Watch(Watcher):
         return self._recorder is not None and self._recorder.captured
 
     def note(self, section: str, **tensors: Any) -> None:
-        """Record a method's tensors; a graph has its launches together, for they cost time."""
+        """Record a method's tensors; a graph has one launch for a layer, for they cost time.
+
+        The recorder holds the tensors until then, so that nothing else gets their memory.
+        """
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor):
                 self.recorder.note(section, name, tensor)
