@@ -16,17 +16,22 @@ from torch import nn
 
 FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)  # of V4-Flash's 43 layers
 VOCABULARY = 32768
+V4, V41 = "v4", "v4.1"
+_BUCKETS = 20_000  # rows of a table of n-grams for each hash, where V4.1-Flash has 16 million
 FORMAT = "anymla_random"
 
 
-def config(experts: int, layers: int, share: int = 1) -> dict[str, Any]:
+def config(experts: int, layers: int, share: int = 1, model: str = V4) -> dict[str, Any]:
     """As in a checkpoint's config.json.
 
     Args:
         experts: of each layer.
-        layers: the first so many of V4-Flash.
+        layers: the first so many of V4-Flash; of V4.1-Flash all 40, or its pattern in small.
         share: one GPU gets what each of so many would get (its kernels are the same).
+        model: ``V4`` or ``V41``.
     """
+    if model == V41:
+        return _v41_config(experts, layers)
     yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 16, "type": "yarn"}
     quantised = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     return {
@@ -80,7 +85,50 @@ def config(experts: int, layers: int, share: int = 1) -> dict[str, Any]:
     }
 
 
-def save(directory: Path, experts: int, layers: int, share: int = 1) -> None:
+def _v41_config(experts: int, layers: int) -> dict[str, Any]:
+    """V4.1-Flash with fewer experts, tables and tokens."""
+    from anymla.model.config_engram import EngramConfig
+    from anymla.testing.published import FLASH_41
+    from anymla.testing.tiny_options import TinySharing, default_shared_ratios
+
+    text = FLASH_41["text_config"] | {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": 0,
+        "vocab_size": VOCABULARY,
+        "n_routed_experts": experts,
+    }
+    text = {name: value for name, value in text.items() if not name.startswith("dspark_")}
+    if layers == FLASH_41["text_config"]["num_hidden_layers"]:
+        text["compress_ratios"] = text["compress_ratios"][:layers]
+    else:
+        ratios = default_shared_ratios(layers)
+        sharing = TinySharing.of(ratios)
+        text |= {
+            "compress_ratios": list(ratios),
+            "kv_source_layer_ids": list(sharing.kv_sources),
+            "index_source_layer_ids": list(sharing.index_sources),
+            "candidate_source_layer_id": sharing.candidate_source,
+            "engram_layer_ids": list(sharing.engram_layers),
+        }
+    tables = EngramConfig(
+        layer_ids=tuple(text["engram_layer_ids"]),
+        rows=(),
+        max_ngram=text["engram_max_ngram_size"],
+        buckets=_BUCKETS,
+        heads=text["engram_n_heads"],
+        head_dim=text["engram_head_dim"],
+        pad_token=text["engram_pad_token_id"],
+        tokens=VOCABULARY,  # no two of its tokens' texts are the same when normalised
+    )
+    text |= {
+        "engram_num_embeddings": list(tables.filled_rows),
+        "engram_vocab_size": tables.buckets,
+        "engram_compressed_vocab_size": tables.tokens,
+    }
+    return FLASH_41 | {"text_config": text, "torch_dtype": "bfloat16"}
+
+
+def save(directory: Path, experts: int, layers: int, share: int = 1, model: str = V4) -> None:
     """Write a checkpoint without weights; its tokenizer knows one word for each token.
 
     Args:
@@ -88,6 +136,7 @@ def save(directory: Path, experts: int, layers: int, share: int = 1) -> None:
         experts: as in ``config``.
         layers: likewise.
         share: likewise.
+        model: likewise.
     """
     # vLLM refuses a text of more characters than its longest word times the tokens that it may
     # have, in which spaces count: one word is longer than each other with its space.
@@ -110,7 +159,7 @@ def save(directory: Path, experts: int, layers: int, share: int = 1) -> None:
         "bos_token": ends[0],
         "eos_token": ends[1],
     }
-    (directory / "config.json").write_text(json.dumps(config(experts, layers, share)))
+    (directory / "config.json").write_text(json.dumps(config(experts, layers, share, model)))
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "tokenizer_config.json").write_text(json.dumps(named))
 
@@ -131,15 +180,18 @@ def register_loader() -> None:
         model_loader.register_model_loader(FORMAT)(RandomLoader)
 
 
-def engine(experts: int = 64, layers: int = 8, *, share: int = 1, **options: Any) -> Any:
+def engine(
+    experts: int = 64, layers: int = 8, *, share: int = 1, model: str = V4, **options: Any
+) -> Any:
     """The model in an ``LLM`` of vLLM's; further options as that takes them."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     register_loader()
     directory = Path(tempfile.mkdtemp())
-    save(directory, experts, layers, share)
-    settings = {
+    save(directory, experts, layers, share, model)
+    settings: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0}} if model == V41 else {}
+    settings |= {
         "skip_tokenizer_init": True,
         "load_format": FORMAT,
         "dtype": "bfloat16",
@@ -176,7 +228,8 @@ def fill(model: Any) -> None:
         own = dict(layer.named_parameters(recurse=False))
         for name, parameter in own.items():
             if not name.endswith("weight_scale") and not name.endswith("weight_scale_inv"):
-                _draw(f"{prefix}.{name}", parameter.data, own, model.config.n_routed_experts)
+                full = f"{prefix}.{name}".removeprefix("language_model.")  # beside images
+                _draw(full, parameter.data, own, model.config.n_routed_experts)
 
 
 def _draw(name: str, data: torch.Tensor, own: dict[str, Any], experts: int) -> None:

@@ -2,7 +2,8 @@
 
 Each mode has a process of its own; they start together and measure one after the other, every
 repeat of a case in all modes before the next. A decode step's context lies in pages that are filled
-with random rows, so that long ones need no prefill.
+with random rows, so that long ones need no prefill; that of DeepSeek-V4.1 (``--model``) is
+computed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Server:
         import random_model
 
         start = time.perf_counter()
-        self.prompt, self.filled = random_model.prompt, _Filled()
+        computed = options.model == random_model.V41
+        self.prompt, self.filled = random_model.prompt, None if computed else _Filled()
         requests, contexts = zip(*options.decode, strict=True)
         beside = (_BESIDE, *options.joining) if options.joining else ()
         traffic = (round(float(spec.split(":")[2])) for spec in options.traffic)
@@ -49,15 +51,17 @@ class Server:
             experts=options.experts,
             layers=options.layers,
             share=options.share,
+            model=options.model,
             tensor_parallel_size=options.gpus,
             enable_expert_parallel=bool(experts),
             max_model_len=context + 1024,
             max_num_seqs=max(requests) + 8,  # some join
-            max_num_batched_tokens=8192,
+            # Where contexts are computed, those that decode leave room for whole prompts.
+            max_num_batched_tokens=8192 + 64 * computed,
             gpu_memory_utilization=options.memory or 0.9 / len(options.modes),
             kv_cache_memory_bytes=options.cache_gib << 30,
             compilation_config=compilation,
-            kv_transfer_config=_Filled.SETTINGS,
+            kv_transfer_config=None if computed else _Filled.SETTINGS,
             kernel_config={  # vLLM's own takes ten minutes
                 "enable_jit_warmup": not mode.startswith("off") and not options.no_rehearsal
             },
@@ -98,8 +102,8 @@ class Server:
         return {o.request_id: sum(len(c.token_ids) for c in o.outputs) for o in self.engine.step()}
 
     def begin(self, requests: int, context: int) -> None:
-        """Requests that decode after a context that nobody computed."""
-        with self.filled.active():
+        """Requests that decode after a context, which nobody computed if pages are filled."""
+        with self.filled.active() if self.filled else contextlib.nullcontext():
             self.running = [self._add(context, 900, seed) for seed in range(requests)]
             seen: set[str] = set()
             for _ in range(requests + _MORE_STEPS):
@@ -152,6 +156,20 @@ class Server:
         self.running = new
         self.end()
         return 1e3 * took
+
+    def first_use(self, decode: list[tuple[int, int]], prompts: list[tuple[int, int]]) -> None:
+        """Run each case once, so that what it needs is compiled."""
+        for requests, context in decode:
+            self.begin(requests, context)
+            self.end()
+        for requests, length in prompts:
+            self.first_token(requests, length, 998)
+
+    def profile_prompts(self, requests: int, length: int, seed: int) -> dict[str, Any]:
+        """Device time until the last of prompts that come at once has its first token, in us."""
+        self._in_worker("profile")
+        self.first_token(requests, length, seed)
+        return dict(self._in_worker("profiled", 1))
 
     def timeline(self, length: int, seed: int) -> dict[str, Any]:
         """When the host and the device leave each half of a layer of a prompt's step, in ms.
@@ -369,20 +387,42 @@ class Report:
 def measure(options: argparse.Namespace, children: list[Child]) -> None:
     """All cases."""
     report = Report(options, children)
+    prompts = [
+        (requests, length)
+        for length in options.prompts
+        for requests in (1, 8)
+        if requests * length <= options.most_prompt_tokens
+    ]
+    if options.together:
+        with _failing("first use", children):
+            together(children, "first_use", options.decode, prompts)
     for requests, context in options.decode:
         with _failing(f"decode {requests} x {context}", children):
             _decode(options, children, report, requests, context)
-    for length in options.prompts:
-        for requests in (1, 8):
-            if requests * length <= options.most_prompt_tokens:
-                with _failing(f"first token {requests} x {length}", children):
-                    _first_token(options, children, report, requests, length)
+    for requests, length in prompts:
+        with _failing(f"first token {requests} x {length}", children):
+            _first_token(options, children, report, requests, length)
     for length in options.joining:
         with _failing(f"joining {length}", children):
             _joining(options, children, report, length)
     for spec in options.traffic:
         with _failing(f"traffic {spec}", children):
             _traffic(options, children, report, spec)
+
+
+def together(children: list[Child], name: str, *arguments: Any) -> list[Any]:
+    """Ask all modes for the same at once; a failure is raised when all have answered."""
+    results, failures = [], []
+    for child in children:
+        child.send(name, *arguments)
+    for child in children:
+        try:
+            results.append(child.result())
+        except RuntimeError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return results
 
 
 @contextlib.contextmanager
@@ -398,7 +438,7 @@ def _failing(what: str, children: list[Child]) -> Iterator[None]:
 
 
 def _layers(options: argparse.Namespace) -> str:
-    text = f"{options.layers} layers"
+    text = f"{options.layers} layers" + (" of V4.1" if options.model == "v4.1" else "")
     text += f", a share of {options.share}" if options.share > 1 else ""
     return text + (f", {options.gpus} GPUs" if options.gpus > 1 else "")
 
@@ -440,6 +480,10 @@ def _first_token(
             found[child.mode]["spin_ms"].append(child("spin"))
             took = child("first_token", requests, length, 100 * repeat)
             found[child.mode]["ms"].append(took)
+    for child in children:
+        profile = child("profile_prompts", requests, length, 997)
+        profile.pop("names_us")
+        found[child.mode] |= profile
     case = f"{requests} x {length:,}, {_layers(options)}"
     report.row("time to first token", case, found, "ms")
     if requests == 1 and length in options.timeline:
@@ -518,6 +562,10 @@ def main() -> None:
     parser.add_argument("--most-prompt-tokens", type=int, default=8 * 32768)
     parser.add_argument(
         "--timeline", type=_numbers, default=[], help="prompts whose layers are timed, in the logs"
+    )
+    parser.add_argument("--model", choices=("v4", "v4.1"), default="v4")
+    parser.add_argument(
+        "--together", action="store_true", help="each case once before, in all modes at once"
     )
     parser.add_argument("--no-rehearsal", action="store_true", help="compile at first use")
     parser.add_argument("--joining", type=_numbers, default=[2048, 16384])
