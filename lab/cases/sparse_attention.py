@@ -29,6 +29,7 @@ from anymla.ops.attention import (
 )
 from anymla.ops.attention.decode_shapes import FLASH_DECODE, V32_DECODE, AttentionShape
 from anymla.ops.compile_ahead import compiled_together
+from anymla.ops.kv_cache import dequant_gather_slots
 from anymla.ops.linear import inverse_rope_fp8_quant
 from anymla.testing.oracle.row_formats import ROW_FORMATS, read_entries
 from lab.peers.flash_mla import FlashMla
@@ -308,6 +309,20 @@ class DecodeInputs:
         flat, values = self.q.flatten(0, 1), self.shape.model.values
         out = flat.new_empty(*flat.shape[:2], self.shape.model.out_dim)
         return self.ours(out=out, value_dim=values, backend=backend, planned=planned)
+
+    @functools.cached_property
+    def decoded_caches(self) -> tuple[Tensor, int]:
+        """Rows of both caches in bfloat16 [N, D], and the number of those of the first cache.
+
+        bfloat16 represents exactly what the FP8 rows of DeepSeek-V4 represent.
+        """
+        caches = [cache for cache in (self.cache, self.extra_cache) if cache is not None]
+        counts = [cache.shape[0] * cache.shape[1] for cache in caches]
+        rows = self.q.new_empty(sum(counts), self.shape.model.dim)
+        for out, cache, layout in zip(rows.split(counts), caches, self.shape.layouts, strict=False):
+            slots = torch.arange(len(out), dtype=torch.int32, device=out.device)
+            dequant_gather_slots(out, cache, slots, layout=layout)
+        return rows, counts[0]
 
     def error(self, out: Tensor) -> float:
         """Return the relative L2 error of the first queries of three requests against float64."""

@@ -34,6 +34,9 @@ from anymla.cli.numbers import count
 @click.option(
     "--vllm-xpu", is_flag=True, help="Instead: portable Triton next to vLLM's path for Intel XPU."
 )
+@click.option(
+    "--ampere", is_flag=True, help="Instead: portable Triton next to public engines for Ampere."
+)
 @click.option("--v32", is_flag=True, help="Instead: over the rows of DeepSeek-V3.2.")
 @click.option("--v41", is_flag=True, help="Instead: over the rows of DeepSeek-V4.1, and V4's.")
 @click.option("--fused-end", is_flag=True, help="Instead: with FP8 heads, fused and apart.")
@@ -56,6 +59,7 @@ def attention(
     backend: str,
     flash_mla: bool,
     vllm_xpu: bool,
+    ampere: bool,
     v32: bool,
     v41: bool,
     fused_end: bool,
@@ -69,45 +73,54 @@ def attention(
 ) -> None:
     """Time attention during decoding on the GPU, over the paged FP8 caches.
 
-    Ratios are to the fastest of the builds of FlashMLA that are here, installed or in a folder that
+    Ratios are to the fastest of the other libraries that are here, installed or in a folder that
     the environment variable ANYMLA_PEERS names.
     """
     import torch
 
     from anymla.ops.attention import sparse_attention
     from anymla.ops.device import target_of
+    from lab.cases import ampere_attention as ampere_rows
     from lab.cases import decode_schedules
     from lab.cases import sparse_attention as family
     from lab.cases import v41_attention as v41_rows
     from lab.cases import verification as steps
     from lab.peers import Peer, present_peers
+    from lab.peers.ampere import ampere_engines
     from lab.peers.flash_mla import FlashMla
     from lab.peers.sgl_flash_mla import SglFlashMla
     from lab.peers.vllm import VllmXpu
     from lab.timing import begun_within
 
     start = time.monotonic()
-    if vllm_xpu + v32 + v41 + fused_end + verification + (drawn is not None) > 1:
-        raise BadInput("one of --vllm-xpu, --v32, --v41, --fused-end, --verification and --random")
+    if vllm_xpu + ampere + v32 + v41 + fused_end + verification + (drawn is not None) > 1:
+        raise BadInput(
+            "one of --vllm-xpu, --ampere, --v32, --v41, --fused-end, --verification and --random"
+        )
     if drawn is None and _was_given("seeds"):
         raise BadInput(f"--seed {seeds[0]}: is of --random")
     if schedules and (drawn is None or flash_mla or planned or backend != "gluon_sm90"):
         raise BadInput("--schedules is of --random and gluon_sm90, alone")
-    if planned and (vllm_xpu or v32 or v41 or fused_end or verification):
+    if planned and (vllm_xpu or ampere or v32 or v41 or fused_end or verification):
         raise BadInput(
-            "--planned is of the comparison without --vllm-xpu, --v32, --v41, --fused-end and "
-            "--verification"
+            "--planned is of the comparison without --vllm-xpu, --ampere, --v32, --v41, "
+            "--fused-end and --verification"
         )
     if v41 and flash_mla:
         raise BadInput("--v41 is next to V4's rows alone, not --flash-mla")
     if vllm_xpu and flash_mla:
         raise BadInput("--vllm-xpu is next to vLLM's path alone, not --flash-mla")
-    if vllm_xpu and backend != "triton" and _was_given("backend"):
-        raise BadInput(f"--backend {backend}: --vllm-xpu is of triton")
+    if ampere and flash_mla:
+        raise BadInput("--ampere is next to engines for Ampere alone, not --flash-mla")
+    if (vllm_xpu or ampere) and backend != "triton" and _was_given("backend"):
+        option = "--vllm-xpu" if vllm_xpu else "--ampere"
+        raise BadInput(f"--backend {backend}: {option} is of triton")
     require_known("--backend", [backend], sparse_attention.backends)
     shapes = family.shapes()
     if vllm_xpu:
         shapes = family.portable_shapes()
+    elif ampere:
+        shapes = ampere_rows.shapes()
     elif v32:
         shapes = family.v32_shapes()
     elif v41:
@@ -131,6 +144,10 @@ def attention(
         path = VllmXpu()
         path.require("--vllm-xpu")
         peers, cases = [path], family.portable_cases(chosen, path)
+    elif ampere:
+        engines = present_peers("--ampere", ampere_engines())
+        ampere_rows.compile_ahead(chosen, engines, torch.device("cuda"))
+        peers, cases = [*engines], ampere_rows.ampere_cases(chosen, engines)
     elif verification:
         cases = steps.verification_cases(chosen, backend, builds)
     elif v41:

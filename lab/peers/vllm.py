@@ -7,7 +7,7 @@ import importlib
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,13 +90,29 @@ class UnpackedVllmXpu(VllmXpu):
 
 
 def _import_unpacked(folder: Path, name: str) -> Any:
+    enter_packages(
+        folder,
+        ("vllm", "vllm.models", "vllm.models.deepseek_v4", "vllm.models.deepseek_v4.xpu",
+         "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"),
+    )  # fmt: skip
+    return importlib.import_module(name)
+
+
+def enter_packages(folder: Path, packages: Iterable[str]) -> None:
+    """Make packages of an unpacked vLLM known to Python without executing them.
+
+    Args:
+        folder: folder that contains ``vllm``, as a wheel unpacks.
+        packages: names of the packages, each after the one that it lies in.
+
+    Raises:
+        ImportError: the folder has no folder ``vllm``, or Triton is not installed.
+    """
     if not (folder / "vllm").is_dir():
         raise ImportError(f"{folder} has no folder vllm")
     import triton
     import triton.language as tl
 
-    packages = ("vllm", "vllm.models", "vllm.models.deepseek_v4", "vllm.models.deepseek_v4.xpu",
-                "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops")  # fmt: skip
     for package in packages:
         module = types.ModuleType(package)
         module.__path__ = [str(folder.joinpath(*package.split(".")))]
@@ -105,7 +121,6 @@ def _import_unpacked(folder: Path, name: str) -> Any:
     utilities.tl, utilities.triton = tl, triton
     utilities.LOG2E, utilities.LOGE2 = math.log2(math.e), math.log(2)
     sys.modules["vllm.triton_utils"] = utilities
-    return importlib.import_module(name)
 
 
 class VllmTopk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,13 @@ def recorded_fields():
         return set(row) - of_command | {"seed"}
 
     return fields
+
+
+@pytest.fixture
+def no_vllm(monkeypatch):
+    """Nothing is imported of vLLM at the beginning, nor afterwards."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]

@@ -61,14 +61,20 @@ def no_device(monkeypatch):
         ("model --layers 44", "--layers 44: flash has 43"),
         (
             "attention --v32 --fused-end",
-            "one of --vllm-xpu, --v32, --v41, --fused-end, --verification and --random",
+            "one of --vllm-xpu, --ampere, --v32, --v41, --fused-end, --verification and --random",
         ),
         ("attention --seed 3", "--seed 3: is of --random"),
         ("attention --vllm-xpu --backend torch", "--backend torch: --vllm-xpu is of triton"),
         (
             "attention --v32 --planned",
-            "--planned is of the comparison without --vllm-xpu, --v32, --v41, --fused-end and "
-            "--verification",
+            "--planned is of the comparison without --vllm-xpu, --ampere, --v32, --v41, "
+            "--fused-end and --verification",
+        ),
+        ("attention --ampere --backend torch", "--backend torch: --ampere is of triton"),
+        ("attention --ampere --heads 7", "--heads 7: no case is of that; there are 8, 16, 64, 128"),
+        (
+            "attention --ampere --flash-mla",
+            "--ampere is next to engines for Ampere alone, not --flash-mla",
         ),
         (
             "attention --vllm-xpu --flash-mla",
@@ -146,6 +152,11 @@ def test_traffic_that_ends_with_the_warm_up_is_no_success(monkeypatch):
     [
         ("attention --flash-mla", "--flash-mla", ["FlashMLA", "sgl-flash-mla"]),
         ("attention --vllm-xpu", "--vllm-xpu", ["vLLM's path for XPU"]),
+        (
+            "attention --ampere",
+            "--ampere",
+            ["deepseek-v4-flash-0731-sm80", "deepseek-v4-sm80", "deepseek-v4-a100-sglang"],
+        ),
         ("prefill --flash-mla", "--flash-mla", ["FlashMLA", "sgl-flash-mla"]),
         ("layer --others", "--others", ["sgl-flash-mla", "FlashMLA"]),
         (f"indexer --topk-library {__file__}", "--topk-library", ["DeepGEMM"]),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 
 import pytest
 import small_shapes
+import torch
 from click.testing import CliRunner
 
 from anymla.bench.layer_setup import LayerSetup
@@ -19,6 +21,7 @@ from anymla.layers.side_stream import INLINE
 from lab import layer
 from lab.__main__ import main
 from lab.cases import (
+    ampere_attention,
     linear,
     moe,
     prefill_attention,
@@ -27,6 +30,7 @@ from lab.cases import (
 )
 from lab.cases.prefill_attention import ListedRows, PrefillCase
 from lab.cases.sparse_attention import Decode, Drawn
+from lab.peers.ampere import AmpereEngine
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +103,43 @@ def test_attention(bench, words, part, count):
     assert part in said
     assert "ragged" not in said
     assert "seed" not in said
+
+
+class Engine(AmpereEngine):
+    """An engine whose decode is this package's."""
+
+    name, title, cached = "engine", "an engine", "bfloat16"
+
+    def __init__(self, *, here: bool) -> None:
+        super().__init__()
+        self._found = (types.SimpleNamespace(), "") if here else (None, "not here")
+
+    def version(self):
+        return "1.0"
+
+    def decode(self, inputs):
+        return inputs.attention("torch")
+
+
+@pytest.mark.usefixtures("small")
+def test_attention_beside_the_engines_for_ampere_that_are_here(bench, monkeypatch):
+    """Their kernels are compiled first; a row has all times, and how far the fastest is behind."""
+    compiled = []
+    engine = Engine(here=True)
+    monkeypatch.setattr("lab.peers.ampere.ampere_engines", lambda: [Engine(here=False), engine])
+    monkeypatch.setattr(ampere_attention, "shapes", lambda: [*sparse_attention.shapes()])
+    monkeypatch.setattr(ampere_attention, "compile_ahead", lambda *given: compiled.append(given))
+    cases = functools.partial(ampere_attention.ampere_cases, backend="torch")
+    monkeypatch.setattr(ampere_attention, "ampere_cases", cases)
+    # Level with the engine, which is a target that is missed.
+    ((row,), said) = bench("attention --ampere --heads 64", 1)
+    assert compiled == [([Decode(1, 1, 64, 64)], [engine], torch.device("cuda"))]
+    assert (row["part"], row["engine"], row["engine_rows"]) == (
+        ampere_attention.PART, "1.0", "bfloat16",
+    )  # fmt: skip
+    assert [row[f"{name}us"] for name in ("", "bf16_", "engine_")] == [10.0] * 3
+    assert (row["ratio"], row["met"]) == (1.0, False)
+    assert ampere_attention.PART in said
 
 
 @pytest.mark.usefixtures("small", "peer")

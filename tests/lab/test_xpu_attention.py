@@ -1,7 +1,5 @@
 """vLLM's path for XPU from a folder, and the table of what Intel's compilers made of both."""
 
-import sys
-
 import pytest
 
 from lab.page.intel import PEER_PART, intel_peer_table
@@ -10,17 +8,8 @@ from lab.peers.vllm import UnpackedVllmXpu
 PATH = "vllm/models/deepseek_v4/xpu/xpu_sparse_decode_fp8.py"
 
 
-@pytest.fixture
-def forgotten(monkeypatch):
-    """What is imported as vLLM's is gone afterwards."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
-
-
-def test_kernels_are_read_without_what_their_package_needs(tmp_path, forgotten):
+@pytest.mark.usefixtures("no_vllm")
+def test_kernels_are_read_without_what_their_package_needs(tmp_path):
     pytest.importorskip("triton")
     file = tmp_path / PATH
     file.parent.mkdir(parents=True)
