@@ -26,7 +26,8 @@ def config(experts: int, layers: int, share: int = 1, model: str = V4) -> dict[s
 
     Args:
         experts: of each layer.
-        layers: the first so many of V4-Flash; of V4.1-Flash all 40, or its pattern in small.
+        layers: the first so many of V4-Flash, or of V4.1-Flash; of this its pattern in small where
+            they do not reach the layer that keeps candidates.
         share: one GPU gets what each of so many would get (its kernels are the same).
         model: ``V4`` or ``V41``.
     """
@@ -98,8 +99,10 @@ def _v41_config(experts: int, layers: int) -> dict[str, Any]:
         "n_routed_experts": experts,
     }
     text = {name: value for name, value in text.items() if not name.startswith("dspark_")}
-    if layers == FLASH_41["text_config"]["num_hidden_layers"]:
+    if layers > text["candidate_source_layer_id"]:
         text["compress_ratios"] = text["compress_ratios"][:layers]
+        for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
+            text[name] = [layer for layer in text[name] if layer < layers]
     else:
         ratios = default_shared_ratios(layers)
         sharing = TinySharing.of(ratios)
