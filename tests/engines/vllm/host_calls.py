@@ -159,7 +159,7 @@ def metadata(
 
     def window() -> Any:
         return DeepseekSparseSWAMetadata(
-            block_table=_empty((requests, 256), torch.int32),
+            block_table=_empty((requests, -(-longest_model // 64)), torch.int32),
             slot_mapping=_empty((tokens,), torch.int64),
             block_size=64,
             seq_lens=seq_lens,
@@ -198,7 +198,7 @@ def metadata(
             max_seq_len=longest,
             num_actual_tokens=tokens,
             slot_mapping=_empty((tokens,), torch.int64),
-            block_table=_empty((requests, 64), torch.int32),
+            block_table=_empty((requests, -(-longest_model // 256)), torch.int32),
             req_id_per_token=to_request,
             token_to_req_indices=to_request,
             block_size=256,

@@ -23,7 +23,7 @@ from anymla.ops.device import TARGETS
 from anymla.testing import empty_kernels
 from lab.launches import pretended_device
 
-MOST_TOKENS, MOST_REQUESTS, LONGEST = 2048, 24, 16384
+MOST_TOKENS, MOST_REQUESTS, LONGEST = 2048, 24, 16300
 STEPS = 150
 
 

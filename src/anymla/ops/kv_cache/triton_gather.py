@@ -60,7 +60,11 @@ def gather_slots_kernel(
     tl.store(at, x.to(out.dtype.element_ty), mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["first", "limit", "columns", "pages", "tiles", "table_stride"])
+# A step's requests begin anywhere in the lists that all steps share.
+@triton.jit(
+    do_not_specialize=["first", "limit", "columns", "pages", "tiles", "table_stride"],
+    do_not_specialize_on_alignment=["stops", "lengths", "tables"],
+)
 def gather_sequences_kernel(
     out,
     cache,
