@@ -132,7 +132,7 @@ def test_words_of_e2m1(form, pairs):
 
 
 def test_words_of_e4m3():
-    """Every code in every place of a word; one NaN makes all four of its word NaN."""
+    """Every code in every place of a word, also beside NaN."""
     words = torch.zeros(512, 4, dtype=torch.uint8)
     finite = CODES[(CODES & 127) != 127]
     for place in range(4):
@@ -142,6 +142,5 @@ def test_words_of_e4m3():
     packed = words.view(torch.int32).to(DEVICE)
     _e4m3_words_kernel[(1,)](packed, values, COUNT=len(words))
     want = words.view(torch.float8_e4m3fn).double()
-    want[want.isnan().any(1)] = torch.nan
     same(values.cpu(), want)
-    assert int(want.isnan().sum()) == 4 * 8
+    assert int(want.isnan().sum()) == 8

@@ -114,11 +114,13 @@ def _float16_halves(words):
 def e4m3_words_to_fp16(words):
     """Decode the four e4m3 codes of int32 words, in order, to float16 of value * 2^-8.
 
-    A NaN makes all four values of its word NaN, because that takes only one comparison.
+    Only codes of NaN, all ones without the sign, overflow into bit 7 when one is added. There it
+    takes the place of the sign and becomes the highest bit of the exponent, whose others are set.
     """
-    even = ((words << 8) & -0x7FFF8000) | ((words << 7) & 0x3F803F80)
-    odd = (words & -0x7FFF8000) | ((words >> 1) & 0x3F803F80)
-    spoiled = (((words & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
-    first, third = _float16_halves(tl.where(spoiled, 0x7E007E00, even))
-    second, fourth = _float16_halves(tl.where(spoiled, 0x7E007E00, odd))
+    ones: tl.constexpr = 0x7F7F7F7F
+    codes = (words & ones) | (((words & ones) + 0x01010101) & -0x7F7F7F80)
+    even = ((words << 8) & -0x7FFF8000) | ((codes << 7) & 0x7F807F80)
+    odd = (words & -0x7FFF8000) | ((codes >> 1) & 0x7F807F80)
+    first, third = _float16_halves(even)
+    second, fourth = _float16_halves(odd)
     return first, second, third, fourth
