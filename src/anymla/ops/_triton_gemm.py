@@ -4,6 +4,8 @@ gemm_tile               activations [m, K] . decode(w [n, K])^T -> [m, n] gemm_t
 decode(w [n, K]) . x [m, K]^T -> [n, m], for few tokens operand_rows_kernel     activations in
 memory -> operands of ``gemm_tile_swap_ab``; the grid is
                         blocks of quant blocks of QUANT channels, K / QUANT for a row of K channels
+fragments_kernel        activations or their codes -> fragments for ``gemm_tile`` by words; the grid
+                        is (blocks of 16 rows, blocks of 128 channels)
 
 QUANT rows and columns of an FP8 weight share a scale, and so do QUANT channels of activations: 128
 in DeepSeek-V4, 32 in V4.1.
@@ -86,6 +88,7 @@ class ActivationRows(NamedTuple):
         inside: mask of the rows that exist, bool [m].
         stride: elements between two rows of x.
         scale_stride: elements between two rows of scales.
+        block: numbers of the rows' blocks of 16, int64 [m / 16], if x points to ``fragments``.
     """
 
     x: Any
@@ -94,6 +97,7 @@ class ActivationRows(NamedTuple):
     inside: Any
     stride: Any
     scale_stride: Any
+    block: Any = None
 
 
 class WeightRows(NamedTuple):
@@ -171,12 +175,24 @@ def _four_values(words):
 
 
 @triton.jit
-def _load_four_codes(at, row, stride, inside, k, width, BLOCK_K: tl.constexpr):
+def _load_four_codes(at, row, stride, inside, k, width, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
     """Load codes k .. k + BLOCK_K of rows [n] as float16, in the order of ``_four_values``."""
     word = k // 4 + tl.arange(0, BLOCK_K // 4)
-    mask = inside[:, None] & (word < width // 4)[None, :]
+    mask = inside[:, None] if WHOLE else inside[:, None] & (word < width // 4)[None, :]
     at = at.to(tl.pointer_type(tl.int32)) + (row * (stride // 4))[:, None] + word[None, :]
     return tl.reshape(_four_values(tl.load(at, mask, other=0)), (row.shape[0], BLOCK_K))
+
+
+@triton.jit
+def _load_fragments(given, k, BLOCK_K: tl.constexpr):
+    """Load channels k .. k + BLOCK_K of ``fragments`` as [m, BLOCK_K], as ``_load_four_codes``."""
+    BLOCKS: tl.constexpr = given.block.shape[0]
+    at = (given.block * given.stride * 16)[:, None] + (k * 16 + tl.arange(0, 16 * BLOCK_K))[None, :]
+    values = tl.reshape(tl.load(given.x + at), (BLOCKS, BLOCK_K // 32, 2, 8, 4, 2, 2, 2))
+    # Of 16 x 32 values: half of four channels, row of eight, four channels, half of the channels,
+    # half of the rows, and channel of two.
+    values = tl.permute(values, (0, 6, 3, 1, 5, 4, 2, 7))
+    return tl.reshape(values, (16 * BLOCKS, BLOCK_K))
 
 
 @triton.jit
@@ -199,6 +215,7 @@ def gemm_tile(
     given, weight, first, last, width,
     FORMAT: tl.constexpr, CODED: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr, QUANT: tl.constexpr, BY_WORDS: tl.constexpr = False,
+    STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Multiply rows of activations by rows of a weight over channels first .. last.
 
@@ -214,22 +231,33 @@ def gemm_tile(
         BLOCK_K: channels per step, at most QUANT if either operand has scales per quant block.
         NATIVE: True to convert e4m3 by instructions.
         QUANT: channels that share a scale.
-        BY_WORDS: True to decode four e4m3 codes at a time, of both operands. Rows must begin at
-            multiples of 16 bytes.
+        BY_WORDS: True to decode four e4m3 codes at a time, of the weight and, unless they are
+            ``fragments``, of the activations. Rows must begin at multiples of 16 bytes.
+        STAGES: number of stages of a pipeline that loads scales ahead, too; None for the launch's
+            pipeline, which does not.
 
     Returns:
         float32 [m, n], the sums of all products.
     """
     total = tl.zeros((given.row.shape[0], weight.row.shape[0]), tl.float32)
-    for k in range(first, last, BLOCK_K):
-        if BY_WORDS:
-            a = _load_four_codes(given.x, given.row, given.stride, given.inside, k, width, BLOCK_K)
-            b = _load_four_codes(weight.w, weight.row, width, weight.inside, k, width, BLOCK_K)
+    FRAGMENTS: tl.constexpr = given.block is not None
+    for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        if FRAGMENTS:
+            a = _load_fragments(given, k, BLOCK_K)
+        elif BY_WORDS:
+            a = _load_four_codes(
+                given.x, given.row, given.stride, given.inside, k, width, BLOCK_K, False
+            )
         else:
             channel = k + tl.arange(0, BLOCK_K)
             mask = given.inside[:, None] & (channel < width)[None, :]
             at = given.x + (given.row * given.stride)[:, None] + channel[None, :]
             a = tl.load(at, mask, other=0)
+        if BY_WORDS:
+            b = _load_four_codes(
+                weight.w, weight.row, width, weight.inside, k, width, BLOCK_K, FRAGMENTS
+            )
+        else:
             b = _load_weight(weight, k, width, FORMAT, OPERAND, BLOCK_K, NATIVE)
             if CODED:
                 a = _decode_e4m3(a, OPERAND, NATIVE)
@@ -248,7 +276,9 @@ def gemm_tile(
             total += part
         else:
             total = _dot(a, b, total, OPERAND)
-    return total * (E4M3_WORD_UNIT * E4M3_WORD_UNIT) if BY_WORDS else total
+    if BY_WORDS:
+        total *= E4M3_WORD_UNIT if FRAGMENTS else E4M3_WORD_UNIT * E4M3_WORD_UNIT
+    return total
 
 
 @triton.jit
@@ -745,6 +775,90 @@ def _decoding(
         BYTES=order[0],
         PAIRS=order[1],
         QUANTIZE=quantize,
+        NATIVE=target_of(device).native_e4m3,
+        QUANT=block,
+        **pdl_launch(device),
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def fragments_kernel(
+    x,
+    given_scales,
+    values,
+    scales,
+    rows,
+    width,
+    row_stride,
+    block_stride,
+    FLOOR: tl.constexpr,
+    NATIVE: tl.constexpr,
+    QUANT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Convert 128 channels of 16 rows of activations, or of their codes, to fragments."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    SCALES: tl.constexpr = 128 // QUANT
+    block = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * 128
+    row = block * 16 + tl.arange(0, 16)
+    known = (row < rows)[:, None]
+    at = (row * width)[:, None] + (first + tl.arange(0, 128))[None, :]
+    codes = tl.load(x + at, known, other=0)
+    number = (first // QUANT + tl.arange(0, SCALES))[None, :]
+    if given_scales is None:
+        given = tl.reshape(codes.to(tl.float32), (16 * SCALES, QUANT))
+        codes, scale = quantize_blocks(given, FLOOR, NATIVE)
+        scale = tl.reshape(scale, (16, SCALES))
+    else:
+        place = (row * row_stride)[:, None] + number * block_stride
+        scale = tl.load(given_scales + place, known, other=0.0)
+    # Of 32 channels: halves, four channels, and of these, which ``_four_values`` exchanges, pairs.
+    value = tl.reshape(e4m3_to_fp16(codes, NATIVE), (2, 8, 4, 2, 4, 2, 2))
+    value = tl.reshape(tl.permute(value, (2, 6, 1, 4, 3, 0, 5)), (2048,))
+    tl.store(values + (block * width + first) * 16 + tl.arange(0, 2048), value)
+    tl.store(scales + (row * (width // QUANT))[:, None] + number, scale, known)
+
+
+def fragments(
+    x: Tensor, scales: Tensor | None = None, *, block: int = FP8_BLOCK
+) -> tuple[Tensor, Tensor]:
+    """Convert x [T, K] to float16 operands of ``mma.sync`` in the order of its threads' registers.
+
+    16 rows of 32 channels, in the order that ``_four_values`` gives the weight's, lie next to each
+    other; a thread of a warp reads its operand of an instruction as 16 bytes.
+
+    Args:
+        x: contiguous activations [T, K] to quantise, or with scales their e4m3 codes, uint8; K is a
+            multiple of 128.
+        scales: float32 scales of the codes [T, K / block] at any strides, or None.
+        block: number of channels of a quant block, 128 or 32.
+
+    Returns:
+        float16 fragments, whose shape [T, K] is only that of x (memory goes on to a multiple of 16
+        rows), and contiguous float32 scales [T, K / block]; both are scratch memory.
+    """
+    rows, width = x.shape
+    values = scratch((16 * cdiv(rows, 16), width), torch.float16, x.device)
+    found = scratch((rows, width // block), torch.float32, x.device)
+    strides = (0, 0) if scales is None else (scales.stride(0), scales.stride(1))
+    _fragments(rows, width, strides, block, x.device)(x, scales, values, found)
+    return values[:rows], found
+
+
+@functools.lru_cache(LAUNCHES)
+def _fragments(
+    rows: int, width: int, strides: tuple[int, int], block: int, device: torch.device
+) -> PreparedLaunch:
+    return PreparedLaunch(
+        fragments_kernel,
+        (cdiv(rows, 16), width // 128),
+        rows,
+        width,
+        *strides,
+        FLOOR=ACTIVATION_AMAX_FLOOR,
         NATIVE=target_of(device).native_e4m3,
         QUANT=block,
         **pdl_launch(device),

@@ -234,6 +234,60 @@ def test_codes_decoded_by_words(
     assert_identical(spoiled, got)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "block", "coded"),
+    [
+        (40, 72, 640, 128, False),
+        (40, 72, 1152, 128, True),
+        (70, 128, 128, 128, True),
+        (33, 64, 384, 32, False),
+    ],
+)
+@pytest.mark.parametrize("ahead", [False, True])
+@no_triton
+def test_activations_that_become_float16_before_the_product(
+    tokens: int,
+    n: int,
+    k: int,
+    block: int,
+    coded: bool,
+    ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from anymla.ops.linear import triton_launch
+
+    forms = iter((True, False))
+
+    def forced(shape: Any, form: str, _: object, **given: Any) -> TritonConfig:
+        config = choose_triton_config(shape, form, device_facts.TARGETS["sm_80"], **given)
+        assert config.by_words
+        wide = next(forms)
+        return dataclasses.replace(config, float16_x=wide, scales_ahead=ahead and wide)
+
+    monkeypatch.setattr(triton_launch, "choose_triton_config", forced)
+    w = torch.randn(n, k) / k**0.5
+    codes, scales = quantize_fp8_weight(w, "fp32", block)
+    x = torch.randn(tokens, k).bfloat16()
+    x[0, :block], x[-1, 5] = 0, 300
+    more: dict[str, Any] = {} if block == 128 else {"quant_block": block}
+    if coded:
+        rows = QuantizedRows.empty(tokens, k, x.device)
+        found = quantize_fp8_rows(x)
+        rows.codes[:tokens], rows.scales[:tokens] = found
+        rows.codes[7, 131 % k] = 0x7F
+        more |= {"codes": rows.codes, "code_scales": rows.scales}
+    got, want = (
+        fp8_block_linear(
+            x, with_nan(codes, 17, 3), scales, quantize_activations=True, backend="triton", **more
+        )
+        for _ in range(2)
+    )
+    # Both decode the same numbers and add their products in the same order.
+    assert_identical(got, want)
+    assert bool(got[:, 17].isnan().all())
+    assert int(got.isnan().sum()) == tokens + (n - 1) * coded
+
+
 def skip_without_e4m3() -> None:
     if torch.cuda.is_available() and not device_facts.target_of(a_device()).dot_e4m3:
         pytest.skip("this GPU has no products of e4m3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from anymla.formats.e4m3 import decode_e4m3
 from anymla.formats.fp8_block import (
     dequantize_fp8_rows,
     dequantize_fp8_weight,
+    quantize_fp8_rows,
     quantize_fp8_weight,
 )
 from anymla.ops import device as device_facts
@@ -23,6 +25,7 @@ from anymla.ops.linear import (
     grouped_output_projection_fp8,
     inverse_rope_fp8_quant,
 )
+from anymla.ops.linear.config import TritonConfig, choose_triton_config
 from anymla.testing.tolerance import Bound, accumulation, assert_close, assert_identical, ulps
 
 no_triton = pytest.mark.skipif(not device_facts.has_triton(), reason="triton is not installed")
@@ -140,6 +143,33 @@ def test_projection_of_codes(backend: str, tokens: int, out_dtype: str, scale_fo
         # Hopper's FP8 products are cut off, not rounded, 13 bits below the largest of a step.
         bound += Bound(2.0**-12, "FP8 products cut off at 13 bits (Hopper)")
     assert_close(got, want, atol=bound, rtol=ulps(dtype, 0.5), scale=magnitude)
+
+
+@no_triton
+def test_heads_that_become_float16_before_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anymla.ops.linear import triton_launch
+
+    forms = iter((True, False))
+
+    def forced(shape: Any, form: str, _: object, **given: Any) -> TritonConfig:
+        config = choose_triton_config(shape, form, device_facts.TARGETS["sm_80"], **given)
+        assert config.by_words
+        wide = next(forms)
+        return dataclasses.replace(config, float16_x=wide, scales_ahead=wide)
+
+    monkeypatch.setattr(triton_launch, "choose_triton_config", forced)
+    rows = [quantize_fp8_rows(torch.randn(34, 256)) for _ in range(3)]
+    o = torch.stack([codes for codes, _ in rows], 1).view(torch.float8_e4m3fn)
+    o_scale = torch.stack([scale for _, scale in rows], 1)
+    pairs = [quantize_fp8_weight(torch.randn(128, 256), "fp32") for _ in range(3)]
+    wo_a, wo_a_scale = (torch.stack(each) for each in zip(*pairs, strict=True))
+    got, want = (
+        grouped_output_projection_fp8(o, o_scale, wo_a, wo_a_scale, backend="triton")
+        for _ in range(2)
+    )
+    assert bool(got.any())
+    # Both decode the same numbers and add their products in the same order.
+    assert_identical(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -226,6 +226,10 @@ class TritonConfig:
         k_warps: number of warps that share a step's channels, a quant block each; 0 if they share
             the tile's rows (only with swap_ab).
         by_words: True to decode four e4m3 codes at a time (only without swap_ab).
+        float16_x: True if activations become float16 fragments before the product, once for all of
+            its tiles (only with by_words, and K a multiple of 128).
+        scales_ahead: True to load scales ahead of their step, as operands are (only without
+            swap_ab).
     """
 
     swap_ab: bool
@@ -235,6 +239,8 @@ class TritonConfig:
     block_diagonal: bool = False
     k_warps: int = 0
     by_words: bool = False
+    float16_x: bool = False
+    scales_ahead: bool = False
 
     def splits(self, k: int) -> int:
         """Return the number of splits of ``k`` channels."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anymla.formats.fp8_block import FP8_BLOCK
 from anymla.formats.quantized_rows import QuantizedRows
-from anymla.ops._triton_gemm import TL_DTYPES, operand_rows
+from anymla.ops._triton_gemm import TL_DTYPES, fragments, operand_rows
 from anymla.ops._triton_quantize import quantize_rows
 from anymla.ops.device import target_of
 from anymla.ops.linear.config import OUT_DTYPES, GemmShape, TritonConfig, choose_triton_config
@@ -82,9 +82,13 @@ def grouped_output_projection_fp8(
     """Backend of ``interface.grouped_output_projection_fp8`` in Triton; see its contract."""
     w, scales = wo_a.contiguous(), wo_a_scale.contiguous()
     config = _config(o, w, scales, "fp8", quantized=True, x_dtype=torch.bfloat16)
+    given, x_scales = o.contiguous().view(torch.uint8), o_scale.contiguous()
+    if config.float16_x:
+        rows = fragments(given.flatten(1), x_scales.flatten(1))
+        given, x_scales = (each.view(*o.shape[:2], -1) for each in rows)
     out = launch_gemm(
-        o.contiguous().view(torch.uint8),
-        o_scale.contiguous(),
+        given,
+        x_scales,
         w,
         scales,
         config,
@@ -118,7 +122,13 @@ def _linear(
             rows, config.operand, weight_format=weight_format, quantize=True, block=block
         )
     elif coded is not None:
-        given, x_scales = coded.codes[: len(rows)], coded.scales[: len(rows)].contiguous()
+        given, x_scales = coded.codes[: len(rows)], coded.scales[: len(rows)]
+        if config.float16_x:
+            given, x_scales = fragments(given, x_scales, block=block)
+        else:
+            x_scales = x_scales.contiguous()
+    elif config.float16_x:
+        given, x_scales = fragments(rows, block=block)
     else:
         given, x_scales = quantize_rows(rows, block) if quantize else (rows, None)
     out = launch_gemm(
@@ -177,7 +187,7 @@ def launch_gemm(
 
     Args:
         x: activations, contiguous [T, G, K]: floating point, e4m3 codes as uint8 (with x_scales),
-            or operands of ``operand_rows`` (swap_ab with "mxfp4").
+            or operands of ``operand_rows`` (swap_ab with "mxfp4") or ``fragments``.
         x_scales: scales of the activations, float32 [T, G, ceil(K/block)]; None if not quantised.
         w: weights of all groups, contiguous [G, N, bytes of a row].
         scales: scales of the weights, contiguous [G, ...]; None for "plain".
@@ -224,7 +234,8 @@ def launch_gemm(
         gemm_kernel[grid](
             x, x_scales, w, scales, factor, result, tokens, n, k, groups, config.split_k,
             groups * k, groups * triton.cdiv(k, block), *strides,
-            CODED=x_scales is not None, BY_WORDS=config.by_words, num_stages=tile.num_stages,
+            CODED=x_scales is not None, BY_WORDS=config.by_words,
+            STAGES=tile.num_stages if config.scales_ahead else None, num_stages=tile.num_stages,
             **options,
         )  # fmt: skip
     if splits > 1:
