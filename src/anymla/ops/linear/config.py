@@ -70,6 +70,12 @@ _SWAP_AB_CTAS_PER_SM, _SWAP_AB_MIN_SPLIT = 3, 512
 # 20.6, 17.4, and 31.8, -, 28.8, 25.7 (24.5 with 32 and 2). Warps that share rows took 12.4, 19.0,
 # 30.5 and 26.5 with one token.
 _VERY_SHORT_K, _VERY_LONG_K, _MANY_WAVES = 512, 8192, 12
+# mma.sync, FP8 with more tokens, which become float16 fragments: most tokens, tile, and CTAs that K
+# is split for.
+_FRAGMENT_TILES = (
+    (64, TileConfig(64, 64, 128, 4, 3), 512),
+    (math.inf, TileConfig(128, 64, 128, 4, 2), 256),
+)
 # Intel: rows of a tile, and channels of a step up to which its 4 warps do not spill: V4.1's FP8 in
 # blocks of 32 takes 43 to 47 instructions for 1,000 multiply-adds, but 82 to 87 with 8 warps (built
 # for Arc B); MXFP4 spills 11 registers on Max.
@@ -275,6 +281,10 @@ def choose_triton_config(
         return _k_warps_config(shape, target, quant_block)
     if quantized and aligned and _takes_swap_ab(shape, weight_format, target):
         return swap_ab_config(shape, weight_format, target)
+    coded = quantized and aligned and weight_format == "fp8" and shape.k % 16 == 0
+    by_words = coded and uses_mma_sync(target) and not target.dot_e4m3
+    if by_words and shape.tokens > MAX_SWAP_AB_TOKENS and shape.k % FP8_BLOCK == 0:
+        return _fragments_config(shape, quant_block)
     operand = operand_dtype(x_dtype, weight_format, weight_dtype, quantized, target)
     tile = choose_tile(shape.tokens, operand, target)
     if quantized or weight_format == "fp8":
@@ -282,12 +292,23 @@ def choose_triton_config(
     short = tile.block_m == _INTEL_ROWS and tile.block_k <= _INTEL_SHORT_STEP
     if target.intel and weight_format == "fp8" and short:
         tile = dataclasses.replace(tile, num_warps=4)
-    k = max(1, shape.k)
-    splits = max(1, min(_CTAS // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
-    split_k = cdiv(cdiv(k, splits), FP8_BLOCK) * FP8_BLOCK
-    coded = quantized and aligned and weight_format == "fp8" and shape.k % 16 == 0
-    by_words = coded and uses_mma_sync(target) and not target.dot_e4m3
-    return TritonConfig(False, operand, tile, split_k, by_words=by_words)
+    return TritonConfig(False, operand, tile, _split_k(shape, tile, _CTAS), by_words=by_words)
+
+
+def _split_k(shape: GemmShape, tile: TileConfig, ctas: int) -> int:
+    """Return the channels of a split with which there are at most ``ctas`` CTAs, if possible."""
+    splits = max(1, min(ctas // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
+    return cdiv(cdiv(max(1, shape.k), splits), FP8_BLOCK) * FP8_BLOCK
+
+
+def _fragments_config(shape: GemmShape, quant_block: int) -> TritonConfig:
+    """Choose a tile for e4m3 codes of weights, and of activations that become fragments."""
+    tile, ctas = next((tile, ctas) for most, tile, ctas in _FRAGMENT_TILES if shape.tokens <= most)
+    tile = within_quant_blocks(tile, quant_block)
+    return TritonConfig(
+        False, torch.float16, tile, _split_k(shape, tile, ctas),
+        by_words=True, float16_x=True, scales_ahead=True,
+    )  # fmt: skip
 
 
 def _takes_k_warps(shape: GemmShape, weight_format: str, target: Target, quant_block: int) -> bool:
