@@ -70,12 +70,14 @@ _SWAP_AB_CTAS_PER_SM, _SWAP_AB_MIN_SPLIT = 3, 512
 # 20.6, 17.4, and 31.8, -, 28.8, 25.7 (24.5 with 32 and 2). Warps that share rows took 12.4, 19.0,
 # 30.5 and 26.5 with one token.
 _VERY_SHORT_K, _VERY_LONG_K, _MANY_WAVES = 512, 8192, 12
-# mma.sync, FP8 with more tokens, which become float16 fragments: most tokens, tile, and CTAs that K
-# is split for.
-_FRAGMENT_TILES = (
-    (64, TileConfig(64, 64, 128, 4, 3), 512),
-    (math.inf, TileConfig(128, 64, 128, 4, 2), 256),
-)
+# mma.sync, FP8 with more tokens, which become float16 fragments. K is split for so many CTAs, and
+# not at all up to so many channels: as sm_80 on an H200, 8192 x 1024, 64 tokens 11.7 us and in two
+# parts 15.5, 128 tokens 16.4 and 22.7. The narrowest tile wins where rows of the weight are few or
+# wider tiles leave SMs without two CTAs: 768 x 7168, 64 tokens, 14.5 us for 16.3.
+_FRAGMENT_CTAS, _WHOLE_K, _FEW_ROWS = 256, 2048, 1536
+_NARROW = TileConfig(64, 32, 128, 4, 3)
+_SQUARE = TileConfig(64, 64, 128, 4, 3)
+_TALL = TileConfig(128, 64, 128, 4, 2)
 # Intel: rows of a tile, and channels of a step up to which its 4 warps do not spill: V4.1's FP8 in
 # blocks of 32 takes 43 to 47 instructions for 1,000 multiply-adds, but 82 to 87 with 8 warps (built
 # for Arc B); MXFP4 spills 11 registers on Max.
@@ -284,7 +286,7 @@ def choose_triton_config(
     coded = quantized and aligned and weight_format == "fp8" and shape.k % 16 == 0
     by_words = coded and uses_mma_sync(target) and not target.dot_e4m3
     if by_words and shape.tokens > MAX_SWAP_AB_TOKENS and shape.k % FP8_BLOCK == 0:
-        return _fragments_config(shape, quant_block)
+        return _fragments_config(shape, target, quant_block)
     operand = operand_dtype(x_dtype, weight_format, weight_dtype, quantized, target)
     tile = choose_tile(shape.tokens, operand, target)
     if quantized or weight_format == "fp8":
@@ -301,14 +303,27 @@ def _split_k(shape: GemmShape, tile: TileConfig, ctas: int) -> int:
     return cdiv(cdiv(max(1, shape.k), splits), FP8_BLOCK) * FP8_BLOCK
 
 
-def _fragments_config(shape: GemmShape, quant_block: int) -> TritonConfig:
+def _fragments_config(shape: GemmShape, target: Target, quant_block: int) -> TritonConfig:
     """Choose a tile for e4m3 codes of weights, and of activations that become fragments."""
-    tile, ctas = next((tile, ctas) for most, tile, ctas in _FRAGMENT_TILES if shape.tokens <= most)
-    tile = within_quant_blocks(tile, quant_block)
+    whole = shape.k <= _WHOLE_K
+    tile = within_quant_blocks(_fragment_tile(shape, 2 * target.sm_count, whole), quant_block)
+    ctas = 1 if whole else _FRAGMENT_CTAS
     return TritonConfig(
         False, torch.float16, tile, _split_k(shape, tile, ctas),
         by_words=True, float16_x=True, scales_ahead=True,
     )  # fmt: skip
+
+
+def _fragment_tile(shape: GemmShape, many: int, whole: bool) -> TileConfig:
+    """Choose the largest tile of which there are at least ``many``, unless K is split."""
+    few = shape.groups * shape.n <= _FEW_ROWS
+    if shape.tokens > 128 or (shape.tokens > 64 and _tiles(shape, _TALL) >= many):
+        return _TALL
+    if whole:
+        return _SQUARE if _tiles(shape, _SQUARE) >= many else _NARROW
+    if shape.tokens > 64:
+        return _SQUARE if few else _TALL
+    return _NARROW if few else _SQUARE
 
 
 def _takes_k_warps(shape: GemmShape, weight_format: str, target: Target, quant_block: int) -> bool:

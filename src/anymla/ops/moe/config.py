@@ -322,15 +322,17 @@ _MAX_BLOCK_M = 64
 OPERANDS_IN_SHARED = ("sm_90", "sm_100")
 # MXFP4 with ``swap_ab``: most pairs an expert for which scales multiply sums of 32 channels; above,
 # they are multiplied into bfloat16 operands, once for all columns. Measured with V4-Flash, 32
-# experts, 32 tokens (6 pairs an expert) and 128 (24).
-_MAX_SCALED_SUMS = 12
+# experts, 32 tokens (6 pairs an expert) and 128 (24). mma.sync, as sm_80 on an H200, 24 pairs: 437
+# us by scaled sums, 584 by bfloat16.
+_MAX_SCALED_SUMS, _MAX_SCALED_SUMS_MMA = 12, 24
 # Largest number of pairs an expert for which twice the CTAs beat larger tiles. V4-Flash, 32
 # experts, 8 tokens.
 _MAX_SMALL_TILES = 3
-# mma.sync: most pairs an expert of blocks of 8. Most comparisons of pairs with experts for which
-# blocks without gaps, found while x is quantised, are faster: V4-Pro, an eighth of each of 384
-# experts, 16 tokens 154 us and 168 with gaps, 64 tokens 407 and 387.
-_MAX_PAIRS_OF_EIGHT = 3
+# mma.sync: most pairs an expert of blocks of 8; V4-Flash, 32 experts, 32 tokens 172 us and by
+# blocks of 16 229, 64 tokens 287 and 257; 256 experts, 512 tokens 406 and 431. Most comparisons of
+# pairs with experts for which blocks without gaps, found while x is quantised, are faster: V4-Pro,
+# an eighth of each of 384 experts, 16 tokens 154 us and 168 with gaps, 64 tokens 407 and 387.
+_MAX_PAIRS_OF_EIGHT = 6
 _MAX_COMPARISONS = 1 << 16
 # mma.sync: most CTAs an SM with 64 rows of w1 and w3; rows and warps that share K. V4-Flash as
 # sm_80 on an H200, us with 32 rows and 4 warps, 64 and 4, 64 and 2: an eighth of each, 8 tokens 63,
@@ -338,9 +340,12 @@ _MAX_COMPARISONS = 1 << 16
 # 1,230, 1,151. V4-Pro, an eighth of each, 16 tokens 184, 177, 193. w2 always has 64 rows and two
 # warps: all of V4-Flash, 8 tokens 219 for 231 with four warps and 237 with 32 rows.
 _K_WARPS_TILES = ((4, 32, 4), (10, 64, 4), (float("inf"), 64, 2))
-# Largest number of pairs an expert, then pairs of a block and channels of a step. V4-Flash, 32
-# experts; 128, 256 and 4,096 tokens.
-_BF16_TILES = ((32, 32, 128), (64, 64, 64), (float("inf"), 128, 64))
+# Largest number of pairs an expert, then pairs of a block, channels of a step, warps and stages.
+# V4-Flash, 32 experts; 128, 256 and 4,096 tokens.
+_BF16_TILES = ((32, 32, 128, 8, 3), (64, 64, 64, 8, 3), (float("inf"), 128, 64, 8, 3))
+# The same for mma.sync. As sm_80 on an H200, an eighth of V4-Flash, 24, 48, 96 and 384 pairs an
+# expert: 584, 908, 1,430 and 4,785 us, and by the tiles above 682, 1,030, 1,533 and 5,188.
+_BF16_MMA_TILES = ((32, 32, 64, 4, 3), (64, 64, 64, 4, 3), (float("inf"), 128, 32, 8, 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,16 +435,21 @@ def _swap_ab_config(shape: ExpertsShape, formats: ExpertFormats, target: Target)
         # registers.
         warps = 8 if target.intel else 4
         return GemmConfig(True, grouped, 16, 64, 128, torch.float16, warps, 4)
-    if not formats.quantized or shape.rehearsed.pairs_per_expert > _MAX_SCALED_SUMS:
-        block_m, block_k = next((m, k) for most, m, k in _BF16_TILES if share <= most)
+    mma = uses_mma_sync(target)
+    most_scaled = _MAX_SCALED_SUMS_MMA if mma else _MAX_SCALED_SUMS
+    rehearsed = shape.rehearsed.pairs_per_expert
+    if not formats.quantized or rehearsed > most_scaled:
+        share = max(share, min(rehearsed, 2 * most_scaled))
+        tiles = _BF16_MMA_TILES if mma and formats.quantized else _BF16_TILES
+        block_m, block_k, warps, stages = next(tile for most, *tile in tiles if share <= most)
         # On Intel, 128 pairs in float16 spill 18 registers.
         few = target.narrow or (target.intel and formats.x is torch.float16)
         block_m = min(block_m, 64) if few else block_m
         # On Intel, steps of one scale take half the instructions; longer steps spill 51 registers.
         block_k = 32 if target.intel else block_k
-        stages = 2 if target.narrow else 3
-        return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, 8, stages)
-    if uses_mma_sync(target):
+        stages = 2 if target.narrow else stages
+        return GemmConfig(True, grouped, block_m, 128, block_k, torch.bfloat16, warps, stages)
+    if mma:
         return _k_warps_config(shape.rehearsed, target)
     operand = torch.float8_e4m3fn if target.dot_e4m3 else torch.float16
     if not uses_wgmma(target):
