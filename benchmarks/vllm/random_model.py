@@ -230,6 +230,8 @@ def fill(model: Any) -> None:
     for prefix, layer in model.named_modules():
         own = dict(layer.named_parameters(recurse=False))
         for name, parameter in own.items():
+            if parameter.is_meta:
+                continue  # of the tower for images, which are switched off
             if not name.endswith("weight_scale") and not name.endswith("weight_scale_inv"):
                 full = f"{prefix}.{name}".removeprefix("language_model.")  # beside images
                 _draw(full, parameter.data, own, model.config.n_routed_experts)
