@@ -56,8 +56,6 @@ _EVERY_NUMBER = 512
 # Decodes before a step's prefills. After 1, 4 and 16 of them int32 and bool values of the prefills'
 # tokens begin at multiples of 16 bytes: neither, one, both.
 _BEFORE = (1, 4, 16)
-# The same of lengths in a chunk of prefills: decodes before all, and prefills before the chunk.
-_BEFORE_CHUNK = ((1, 0), (1, 3), (0, 1))
 # Functions by which Python code gets memory that nobody has written to.
 _ALLOCATING = (
     (torch, "empty"),
@@ -272,12 +270,10 @@ class Rehearsal:
             self._forward(tokens, SimpleNamespace(metadata=None, positions=positions))
 
     def mixed_steps(self) -> None:
-        """Run attention and selection of prefills behind decodes, and of later chunks."""
+        """Run attention and selection of prefills behind decodes."""
         kinds = {layer.compress_ratio: layer for layer in self.layers}
         short, longest = self.contexts[0], self.contexts[-1]
         for layer, tokens in itertools.product(kinds.values(), _sizes(self.most_tokens)):
-            for context, before in itertools.product((short, longest), _BEFORE_CHUNK):
-                self._attend(layer, tokens, _Prefill([layer], tokens, context, before))
             for decodes in _BEFORE:
                 if decodes + tokens > self.most_tokens:
                     continue
@@ -531,18 +527,9 @@ class _Mixed(_Step):
 class _Prefill(_Step):
     """A step of one request, which attends to a workspace, or by slots if that is faster."""
 
-    def __init__(
-        self, layers: list[Any], tokens: int, context: int, before: tuple[int, int] = (0, 0)
-    ) -> None:
-        """Build the metadata of the layers' caches.
-
-        Args:
-            layers: attention layers whose caches the step uses.
-            tokens: number of tokens of the step.
-            context: length of the request.
-            before: numbers of decodes and of prefills whose lengths precede the request's.
-        """
-        self._plans, self._before = _OneChunk(), before
+    def __init__(self, layers: list[Any], tokens: int, context: int) -> None:
+        """Build the metadata of the layers' caches, for ``context`` tokens of the request."""
+        self._plans = _OneChunk()
         super().__init__(layers, tokens, context)
 
     def _split(self, layer: Any, tokens: int, context: int, zeros: Tensor) -> dict[str, Any]:
@@ -550,17 +537,15 @@ class _Prefill(_Step):
         # One entry more than the indexer keeps is enough to make it select.
         most = 0 if layer.indexer is None else layer.topk_indices_buffer.shape[1]
         entries = min(context // ratio, most + 1) if ratio > 1 else 0
-        decodes, prefills = self._before
-        seq_lens = zeros.new_zeros(decodes + prefills + 1)[decodes + prefills :]
-        gather_lens = zeros.new_zeros(prefills + 1)[prefills:]
+        lengths = zeros.new_zeros(1)
         self._plans.by_ratio[ratio] = Chunk(
             requests=slice(0, 1),
             tokens=slice(0, tokens),
             entries=entries,
             rows=entries + width + tokens,
-            seq_lens=seq_lens,
-            entry_lens=seq_lens // max(1, ratio),
-            gather_lens=gather_lens,
+            seq_lens=lengths,
+            entry_lens=lengths // max(1, ratio),
+            gather_lens=lengths,
             window=width,
             ranges=zeros.new_zeros((tokens, 4)),
         )
