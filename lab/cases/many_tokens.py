@@ -38,7 +38,8 @@ EXPERTS = {
 }
 # Tokens, rows of the weight and channels of a step, warps, stages; then numbers of CTAs that K is
 # split for. "x16" is of float16 activations, which come from codes in the other tiles; all but
-# "plain" ones load scales ahead.
+# "plain" ones load scales ahead. Up to _WHOLE_K channels, products are also timed whole.
+_WHOLE_K = 2048
 _FEW, _MANY = (256, 512), (512,)
 _WORD_TILES: dict[int, tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]] = {
     128: (
@@ -164,7 +165,7 @@ def product_configs(shape: GemmShape, target: Target) -> dict[str, TritonConfig]
         tile = TileConfig(*size)
         if tile.block_m >= 2 * max(shape.tokens, 64):
             continue
-        for count in ctas:
+        for count in (*ctas, 1) if shape.k <= _WHOLE_K else ctas:
             split = _split(shape, tile, count)
             config = TritonConfig(
                 False, operand, tile, split, by_words=by_words,
