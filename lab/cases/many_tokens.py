@@ -38,19 +38,17 @@ EXPERTS = {
 }
 # Tokens, rows of the weight and channels of a step, warps, stages; then numbers of CTAs that K is
 # split for. "x16" is of float16 activations, which come from codes in the other tiles; all but
-# "plain" ones load scales ahead. Up to _WHOLE_K channels, products are also timed whole.
+# "plain" ones load scales ahead. Up to _WHOLE_K channels, "x16" is also timed whole.
 _WHOLE_K = 2048
 _FEW, _MANY = (256, 512), (512,)
 _WORD_TILES: dict[int, tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]] = {
     128: (
         ("plain", (64, 64, 64, 4, 2), (512,)),
         ("codes", (64, 64, 128, 4, 3), _FEW),
-        ("codes", (64, 32, 128, 4, 3), (512,)),
         ("x16", (64, 32, 128, 4, 3), _FEW),
         ("x16", (64, 64, 128, 4, 3), _FEW),
         ("x16", (64, 128, 64, 4, 4), (128, 256)),
         ("x16", (128, 64, 128, 4, 2), (128, 256)),
-        ("x16", (128, 128, 64, 8, 4), (256,)),
     ),
     8192: (
         ("plain", (64, 64, 64, 4, 2), _MANY),
@@ -88,7 +86,7 @@ _E4M3_TILES: dict[int, tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]]
     ),
 }
 # Tokens and rows of the weight, warps that share K, and stages, of at most 128 tokens by words.
-_K_WARPS_TILES = ((32, 32, 4, 3), (32, 16, 4, 3), (64, 32, 2, 3))
+_K_WARPS_TILES = ((32, 32, 4, 3), (32, 16, 4, 3))
 # Rows of w1 and w3, warps that share K, and stages; pairs of a block.
 _EXPERT_TILES: tuple[mma_tiles.Tile, ...] = ((32, 4, 3), (64, 4, 3), (64, 2, 3), (64, 2, 4))
 _EXPERT_BLOCKS = (8, 16, 32)
@@ -165,7 +163,7 @@ def product_configs(shape: GemmShape, target: Target) -> dict[str, TritonConfig]
         tile = TileConfig(*size)
         if tile.block_m >= 2 * max(shape.tokens, 64):
             continue
-        for count in (*ctas, 1) if shape.k <= _WHOLE_K else ctas:
+        for count in (*ctas, 1) if kind == "x16" and shape.k <= _WHOLE_K else ctas:
             split = _split(shape, tile, count)
             config = TritonConfig(
                 False, operand, tile, split, by_words=by_words,
