@@ -1,11 +1,11 @@
 """Triton device functions for tiles of a GEMM whose stored weight is decoded in the kernel.
 
-gemm_tile               activations [m, K] . decode(w [n, K])^T -> [m, n] gemm_tile_swap_ab
-decode(w [n, K]) . x [m, K]^T -> [n, m], for few tokens operand_rows_kernel     activations in
-memory -> operands of ``gemm_tile_swap_ab``; the grid is
-                        blocks of quant blocks of QUANT channels, K / QUANT for a row of K channels
-fragments_kernel        activations or their codes -> fragments for ``gemm_tile`` by words; the grid
-                        is (blocks of 16 rows, blocks of 128 channels)
+gemm_tile           activations [m, K] . decode(w [n, K])^T -> [m, n]
+gemm_tile_swap_ab   decode(w [n, K]) . x [m, K]^T -> [n, m], for few tokens
+operand_rows_kernel activations in memory -> operands of ``gemm_tile_swap_ab``; the grid is blocks
+                    of quant blocks of QUANT channels, K / QUANT for a row of K channels
+fragments_kernel    activations or their codes -> fragments for ``gemm_tile`` by words; the grid is
+                    (blocks of 16 rows, blocks of 128 channels)
 
 QUANT rows and columns of an FP8 weight share a scale, and so do QUANT channels of activations: 128
 in DeepSeek-V4, 32 in V4.1.
