@@ -88,7 +88,8 @@ class ActivationRows(NamedTuple):
         inside: mask of the rows that exist, bool [m].
         stride: elements between two rows of x.
         scale_stride: elements between two rows of scales.
-        block: numbers of the rows' blocks of 16, int64 [m / 16], if x points to ``fragments``.
+        block: numbers of the rows' blocks of 16, int64 [m / 16], if x points to ``fragments``;
+            unused otherwise.
     """
 
     x: Any
@@ -215,7 +216,7 @@ def gemm_tile(
     given, weight, first, last, width,
     FORMAT: tl.constexpr, CODED: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr, QUANT: tl.constexpr, BY_WORDS: tl.constexpr = False,
-    STAGES: tl.constexpr = None,
+    STAGES: tl.constexpr = None, FRAGMENTS: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply rows of activations by rows of a weight over channels first .. last.
 
@@ -235,12 +236,12 @@ def gemm_tile(
             ``fragments``, of the activations. Rows must begin at multiples of 16 bytes.
         STAGES: number of stages of a pipeline that loads scales ahead, too; None for the launch's
             pipeline, which does not.
+        FRAGMENTS: True if activations are ``fragments``.
 
     Returns:
         float32 [m, n], the sums of all products.
     """
     total = tl.zeros((given.row.shape[0], weight.row.shape[0]), tl.float32)
-    FRAGMENTS: tl.constexpr = given.block is not None
     for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         if FRAGMENTS:
             a = _load_fragments(given, k, BLOCK_K)

@@ -58,9 +58,10 @@ def gemm_kernel(
     inside = token < tokens
     exists = column < n
     rows = token.to(tl.int64)
-    given_rows, given_inside, columns, known, block = rows, inside, column, exists, None
-    channels = group.to(tl.int64) * width
-    if BY_WORDS and x.dtype.element_ty == tl.float16:
+    given_rows, given_inside, columns, known = rows, inside, column, exists
+    block, channels = rows, group.to(tl.int64) * width
+    FRAGMENTS: tl.constexpr = BY_WORDS and x.dtype.element_ty == tl.float16
+    if FRAGMENTS:
         # Past the end, the last row is read again: loads without a mask take fewer instructions.
         channels *= 16
         block = tl.program_id(1) * (BLOCK_M // 16) + tl.arange(0, BLOCK_M // 16)
@@ -93,6 +94,7 @@ def gemm_kernel(
         QUANT,
         BY_WORDS,
         STAGES,
+        FRAGMENTS,
     )
     if factor is not None:
         total *= tl.load(factor)
