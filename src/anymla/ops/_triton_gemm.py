@@ -89,7 +89,7 @@ class ActivationRows(NamedTuple):
         stride: elements between two rows of x.
         scale_stride: elements between two rows of scales.
         block: numbers of the rows' blocks of 16, int64 [m / 16], if x points to ``fragments``;
-            unused otherwise.
+            unused otherwise (no default: Intel's Triton takes no None).
     """
 
     x: Any
@@ -98,7 +98,7 @@ class ActivationRows(NamedTuple):
     inside: Any
     stride: Any
     scale_stride: Any
-    block: Any = None
+    block: Any
 
 
 class WeightRows(NamedTuple):

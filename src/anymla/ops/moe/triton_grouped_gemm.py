@@ -134,12 +134,12 @@ def gate_up_kernel(
                 s3 += expert_distance(expert, s3_stride, s3_table, 1)
             row_blocks = tl.cdiv(width, QUANT)
             gate = gemm_tile(
-                ActivationRows(x, x_scales, token, inside, width, row_blocks),
+                ActivationRows(x, x_scales, token, inside, width, row_blocks, token),
                 WeightRows(w1, s1, channel, exists), 0, width, width,
                 FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE, QUANT,
             )  # fmt: skip
             up = gemm_tile(
-                ActivationRows(x, x_scales, token, inside, width, row_blocks),
+                ActivationRows(x, x_scales, token, inside, width, row_blocks, token),
                 WeightRows(w3, s3, channel, exists), 0, width, width,
                 FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE, QUANT,
             )  # fmt: skip
@@ -226,7 +226,7 @@ def down_kernel(
                 s2 += expert_distance(expert, s2_stride, s2_table, 1)
             row_blocks = tl.cdiv(width, QUANT)
             value = gemm_tile(
-                ActivationRows(inner, inner_scales, pair, inside, width, row_blocks),
+                ActivationRows(inner, inner_scales, pair, inside, width, row_blocks, pair),
                 WeightRows(w2, s2, channel, exists), 0, width, width,
                 FORMAT, QUANTIZED, OPERAND, BLOCK_K, NATIVE, QUANT,
             )  # fmt: skip
