@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import operator
+import sys
 import threading
 import types
 import typing
@@ -39,6 +40,7 @@ from anymla.ops._check import (
     require,
     wide_dtype,
 )
+from anymla.ops._triton_keys import hash_callees_first
 from anymla.ops.device import Support
 from anymla.ops.streams import active_workspace
 
@@ -110,6 +112,8 @@ class LazyFunction:
         """Import the module if necessary and return the function."""
         if self._run is None:
             self._run = getattr(importlib.import_module(self._module), self._name)
+            if "triton" in sys.modules:
+                hash_callees_first()
         return self._run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -26,9 +26,9 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 HEADS = gl.constexpr(M64)  # heads in a tile of the m64 kernel
 HALF = gl.constexpr(256)
-_TAIL = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
-_LIFTED = gl.constexpr(0x58005800)  # LIFT as two float16
-_ONES = gl.constexpr(0x3C003C00)
+_TAIL_COLUMN = gl.constexpr(NOPE.value - HALF.value)  # first column of the tail in the right half
+_LIFT_F16X2 = gl.constexpr(0x58005800)  # LIFT as two float16
+_ONE_F16X2 = gl.constexpr(0x3C003C00)
 # CHUNK is the pairs in 64 channels, the width of a tile's row in shared memory; CHUNKS is the
 # number of such chunks in half a head.
 CHUNK = gl.constexpr(32)
@@ -41,14 +41,14 @@ def _factored(packed, tail, FLOAT16: gl.constexpr, TAIL: gl.constexpr):
     if not FLOAT16:
         packed = cvt_f16x2_bf16x2(packed)
     if TAIL:
-        packed = mul_f16x2(packed, gl.where(tail, _LIFTED, _ONES))
+        packed = mul_f16x2(packed, gl.where(tail, _LIFT_F16X2, _ONE_F16X2))
     return fma_f16x2_zero(packed)
 
 
 @gluon.jit
 def stored(column, WORD: gl.constexpr):
     """Return the channel, less 256, in a column of the right half, in groups of WORD channels."""
-    TAIL: gl.constexpr = _TAIL // WORD
+    TAIL: gl.constexpr = _TAIL_COLUMN // WORD
     return gl.where(column < TAIL, column, TAIL + tail_order(column - TAIL, 8 // WORD))
 
 
@@ -75,7 +75,7 @@ def load_query(params, split, to, HEADS: gl.constexpr, PART: gl.constexpr, TAIL:
     at = gl.expand_dims(row * params.Q_HEAD, 1) + gl.expand_dims(word, 0)
     inside = gl.expand_dims(split.tile * HEADS + row < params.H, 1)
     packed = gl.load(params.q.to(gl.pointer_type(gl.int32)) + start + at, mask=inside, other=0)
-    tail = gl.expand_dims(word, 0) >= _TAIL // 2
+    tail = gl.expand_dims(word, 0) >= _TAIL_COLUMN // 2
     to.store(_factored(packed, tail, params.q.dtype.element_ty == gl.float16, TAIL))
 
 
