@@ -131,6 +131,7 @@ def metadata(
     prompts: list[tuple[int, int]],
     context: int = CONTEXT,
     longest_model: int = 65536,
+    drafts: int = 0,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """What vLLM's builders make of a step, and its positions: caches of one kind in groups.
 
@@ -140,6 +141,7 @@ def metadata(
         prompts: prefills' numbers of tokens and, the tokens included, lengths.
         context: length of the longest request that decodes.
         longest_model: the model's longest request, after which vLLM sizes its buffers.
+        drafts: draft tokens that the first of the requests that decode brings.
     """
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
@@ -147,13 +149,14 @@ def metadata(
     from anymla.ops.attention.plan import decoding_pays
 
     prompt = sum(tokens for tokens, _ in prompts)
-    tokens, requests = decodes + prompt, decodes + len(prompts)
+    decoding = decodes + drafts
+    tokens, requests = decoding + prompt, decodes + len(prompts)
     longest = max([context] * bool(decodes) + [length for _, length in prompts])
     ints = {"dtype": torch.int32, "device": META}
     lengths = torch.tensor([length for _, length in prompts], dtype=torch.int32)
     queries = torch.tensor([count for count, _ in prompts], dtype=torch.int32)
-    ends = itertools.accumulate((1,) * decodes + tuple(count for count, _ in prompts), initial=0)
-    starts = torch.tensor([*ends], dtype=torch.int32)
+    counts = [1 + drafts, *[1] * (decodes - 1)][:decodes] + [count for count, _ in prompts]
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     seq_lens, to_request = torch.zeros(requests, **ints), torch.zeros(tokens, **ints)
     positions = _empty((tokens,), torch.int64)
 
@@ -167,13 +170,13 @@ def metadata(
             query_start_loc_cpu=starts,
             is_valid_token=_empty((tokens,), torch.bool),
             token_to_req_indices=to_request,
-            decode_swa_indices=_empty((decodes, 1, 128), torch.int32),
-            decode_swa_lens=_empty((decodes,), torch.int32),
+            decode_swa_indices=_empty((decoding, 1, 128), torch.int32),
+            decode_swa_lens=_empty((decoding,), torch.int32),
             prefill_swa_indices=_empty((prompt, 1, 128), torch.int32) if prompt else None,
             prefill_swa_lens=_empty((prompt,), torch.int32) if prompt else None,
             num_decodes=decodes,
             num_prefills=len(prompts),
-            num_decode_tokens=decodes,
+            num_decode_tokens=decoding,
             num_prefill_tokens=prompt,
             prefill_seq_lens=seq_lens[decodes:],
             prefill_seq_lens_cpu=lengths,
@@ -188,10 +191,10 @@ def metadata(
     def compressed(ratio: int) -> Any:
         prefilled = max((length for _, length in prompts), default=0)
         pays = decoding_pays(prompt, [length for _, length in prompts], ratio)
-        listed = decodes if prompt and pays else tokens
+        listed = decoding if prompt and pays else tokens
         split = [
-            (slice(0, decodes), context // ratio),
-            (slice(decodes, tokens), prefilled // ratio),
+            (slice(0, decoding), context // ratio),
+            (slice(decoding, tokens), prefilled // ratio),
         ]
         buffer = _empty((listed, -(-longest_model // 128 // 128) * 128), torch.int32)
         return types.SimpleNamespace(
@@ -239,16 +242,22 @@ class Step:
         """A function that runs one, of a whole prompt."""
         return self.serve(decodes, [(prompt, prompt)] if prompt else [])
 
-    def serve(self, decodes: int, prompts: list[tuple[int, int]], context: int = CONTEXT) -> Any:
+    def serve(
+        self,
+        decodes: int,
+        prompts: list[tuple[int, int]],
+        context: int = CONTEXT,
+        drafts: int = 0,
+    ) -> Any:
         """A function that runs a step of any requests, with the arguments of ``metadata``."""
         from vllm.forward_context import set_forward_context
 
-        tokens = decodes + sum(count for count, _ in prompts)
+        tokens = decodes + drafts + sum(count for count, _ in prompts)
         longest = self.config.model_config.max_model_len
         ids, padding = _empty((tokens,), torch.int32), _empty((tokens,), torch.bool)
 
         def once() -> float:
-            built, positions = metadata(self.layers, decodes, prompts, context, longest)
+            built, positions = metadata(self.layers, decodes, prompts, context, longest, drafts)
             with set_forward_context(built, self.config, num_tokens=tokens, is_padding=padding):
                 start = time.perf_counter()
                 self.model.model(ids, positions, None, None)

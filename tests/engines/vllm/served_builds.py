@@ -2,8 +2,8 @@
 
 On the model of ``host_calls.py``, by a machine that says it is an H200. Nothing is compiled: builds
 are what Triton would be asked for. Steps are those that no graph replays: prefills, first chunks
-and later ones, beside requests that decode, and decodes of any number. With ``--apart`` prefills
-are not rehearsed behind decodes.
+and later ones, beside requests that decode, with drafts or without, and decodes of any number. With
+``--apart`` prefills are not rehearsed behind decodes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from lab.launches import pretended_device
 
 MOST_TOKENS, MOST_REQUESTS, LONGEST = 2048, 24, 16300
 STEPS = 150
+DRAFTS = 3  # most draft tokens of a request
 
 
-def traffic(rng: random.Random) -> tuple[int, list[tuple[int, int]], int]:
-    """A step: requests that decode, prefills' tokens and lengths, and the longest context."""
+def traffic(rng: random.Random) -> tuple[int, list[tuple[int, int]], int, int]:
+    """A step, as arguments of ``host_calls.metadata``: the last is the number of draft tokens."""
     decodes = rng.choice([0, 0, 1, 2, 3, 4, 5, rng.randint(6, MOST_REQUESTS)])
     prompts = []
-    left = MOST_TOKENS - decodes
+    drafts = rng.choice([0, decodes, DRAFTS * decodes, rng.randint(0, DRAFTS * decodes)])
+    left = MOST_TOKENS - decodes - drafts
     for _ in range(rng.choice([0, 1, 1, 2, 3, 5]) if decodes else rng.randint(1, 5)):
         count = min(left, rng.choice([2, 3, 17, 64, 100, 600, rng.randint(2, MOST_TOKENS)]))
         if count < 2 or decodes + len(prompts) == MOST_REQUESTS:
@@ -39,7 +42,8 @@ def traffic(rng: random.Random) -> tuple[int, list[tuple[int, int]], int]:
         before = rng.choice([0, 0, 7, 1000, rng.randint(0, LONGEST - count)])
         prompts.append((count, count + before))
         left -= count
-    return decodes, prompts, rng.choice([1, 5, 130, 1023, 2047, 8192, rng.randint(1, LONGEST)])
+    context = rng.choice([1, 5, 130, 1023, 2047, 8192, rng.randint(1, LONGEST)])
+    return decodes, prompts, context, drafts
 
 
 def form(source: Any) -> str:
@@ -72,6 +76,7 @@ def main(answer: Path, *, apart: bool) -> None:
         step.config.scheduler_config.max_num_seqs = MOST_REQUESTS
         step.config.scheduler_config.max_num_batched_tokens = MOST_TOKENS
         step.config.model_config.max_model_len = LONGEST
+        step.config.speculative_config = types.SimpleNamespace(num_speculative_tokens=DRAFTS)
         rehearsal = Rehearsal(step.model, step.config)
         if apart:
             rehearsal.mixed_steps = lambda: None
@@ -82,9 +87,9 @@ def main(answer: Path, *, apart: bool) -> None:
         rng = random.Random(0)
         compiled = []
         for _ in range(STEPS):
-            decodes, prompts, context = traffic(rng)
-            step.serve(decodes, prompts, context)()
-            compiled += [(decodes, prompts, context, each) for each in builds]
+            served = traffic(rng)
+            step.serve(*served)()
+            compiled += [(*served, each) for each in builds]
             builds.clear()
     found = {"rehearsed": rehearsed, "compiled": compiled, "launches": sum(launches.values())}
     answer.write_text(json.dumps(found))

@@ -37,7 +37,7 @@ def test_everything_is_compiled_before_anything_runs(tmp_path: Path, other: bool
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=needs_source)])
 def test_random_traffic_compiles_nothing(tmp_path: Path, other: bool) -> None:
-    """Steps of any decodes and prefills, whose slices begin at any address."""
+    """Steps of any decodes, drafts and prefills, whose slices begin at any address."""
     source = Path(os.environ[SOURCE]) if other else None
     found = look_up("served_builds.py", tmp_path, "force", source=source)
     assert len(found["rehearsed"]) > 120
@@ -48,7 +48,7 @@ def test_random_traffic_compiles_nothing(tmp_path: Path, other: bool) -> None:
 def test_prefills_behind_decodes_are_rehearsed_for_a_reason(tmp_path: Path) -> None:
     """Without them the same traffic finds kernels that were not compiled."""
     found = look_up("served_builds.py", tmp_path, "force", "--apart")
-    kernels = {build.partition(" ")[0] for _, _, _, build in found["compiled"]}
+    kernels = {build.partition(" ")[0] for *_, build in found["compiled"]}
     assert kernels >= {"topk_kernel", "row_topk_kernel", "scores_kernel"}
 
 
