@@ -43,6 +43,7 @@ from crossrun.targets import backend_problem
 from lab import xpu_code
 from lab.build import Build, Judgement
 from lab.compiled import compiled
+from lab.kernel_digest import kernel_digest
 from lab.kernel_files import SHARED, kernel_modules
 from lab.launches import (
     derived_builds,
@@ -73,7 +74,7 @@ class Job:
         number: index among the module's builds for the target.
         label: name of the build in reports.
         digest: hash of everything that the compiled code and its judgement depend on, including the
-            kernel's source.
+            kernel's statements.
         build: specialisation to compile.
     """
 
@@ -164,8 +165,9 @@ def jobs(
 
 
 def _digest(build: Build) -> str:
-    fields = {**vars(build), "kernel": build.kernel.cache_key}
+    fields = {**vars(build), "kernel": kernel_digest(build.kernel.fn)}
     fields |= {name: sorted(fields[name].items()) for name in ("types", "constants")}
+    del fields["label"]
     if not build.near:  # as on all targets but AMD's, whose digests did not have the field
         del fields["near"]
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]

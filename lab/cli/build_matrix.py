@@ -78,7 +78,7 @@ def build_matrix(
         fresh[job.key] = row = {**row, **made}
         if json_file is not None:
             append_lines(json_file, [row])
-    rows = [known.get(job.key) or fresh[job.key] for job in work]
+    rows = [{**(known.get(job.key) or fresh[job.key]), **job.row} for job in work]
     if json_file is not None and whole:
         kept = [row for row in old if problems.get(row["target"])]
         write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows + kept))
