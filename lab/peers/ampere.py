@@ -40,6 +40,18 @@ class AmpereEngine(Peer):
 
     cached: str
 
+    def __init__(self, find: Callable[[str], Any] | None = None) -> None:
+        """Import nothing yet.
+
+        Args:
+            find: returns the module; None for the one in a folder of peers.
+        """
+        super().__init__(find or self.import_here)
+
+    def import_here(self, name: str) -> Any:
+        """Return the module of a name, from a folder of peers."""
+        return _module_of_file(name)
+
     def version(self) -> str | None:
         """Return the commit in the file VERSION beside the module, and a digest of the module."""
         file = getattr(self.module, "__file__", None)
@@ -66,13 +78,9 @@ class VllmFork(AmpereEngine):
     modules = ("vllm.v1.attention.ops.rocm_aiter_mla_sparse",)
     cached = "FP8"
 
-    def __init__(self, find: Callable[[str], Any] | None = None) -> None:
-        """Import nothing yet.
-
-        Args:
-            find: returns the module; None for the one in a folder of peers.
-        """
-        super().__init__(find or _fork)
+    def import_here(self, name: str) -> Any:
+        """Return the module of a name, from a folder of peers, without the engine around it."""
+        return _fork(name)
 
     def decode(self, inputs: DecodeInputs) -> list[Callable[[], Tensor]]:
         """Make calls of the fork's decode, one for each set of lists."""
@@ -111,14 +119,6 @@ class MiniSglang(AmpereEngine):
     modules = ("deepseek-v4-sm80/python/minisgl/kernel/triton/deepseek_v4.py",)
     cached = "bfloat16"
 
-    def __init__(self, find: Callable[[str], Any] | None = None) -> None:
-        """Import nothing yet.
-
-        Args:
-            find: returns the module; None for the one in a folder of peers.
-        """
-        super().__init__(find or _module_of_file)
-
     def decode(self, inputs: DecodeInputs) -> list[Callable[[], Tensor]]:
         """Make calls of the engine's decode, one for each set of lists."""
         q = inputs.q.flatten(0, 1)
@@ -148,14 +148,6 @@ class A100Sglang(AmpereEngine):
     name, title = "a100_sglang", "deepseek-v4-a100-sglang"
     modules = ("deepseek-v4-a100-sglang/dsv4_a100_patch/triton_kernels/attention.py",)
     cached = "bfloat16"
-
-    def __init__(self, find: Callable[[str], Any] | None = None) -> None:
-        """Import nothing yet.
-
-        Args:
-            find: returns the module; None for the one in a folder of peers.
-        """
-        super().__init__(find or _module_of_file)
 
     def decode(self, inputs: DecodeInputs) -> list[Callable[[], Tensor]]:
         """Make calls of the patch's attention, one for each set of lists."""
