@@ -15,13 +15,19 @@ from typing import Any
 
 @functools.cache
 def hash_callees_first() -> None:
-    """Make Triton look for a callee's globals before it reads them, from now on."""
-    from triton.runtime.jit import DependenciesFinder
+    """Make Triton look for a callee's globals before it reads them, from now on.
 
-    update = DependenciesFinder._update_hash
+    A Triton that does so by other functions is left as it is.
+    """
+    from triton.runtime import jit
+
+    finder = getattr(jit, "DependenciesFinder", None)
+    update = getattr(finder, "_update_hash", None)
+    if finder is None or update is None:
+        return
 
     def hash_callee_first(self: Any, function: Any) -> None:
-        getattr(function, "cache_key", None)
+        getattr(function, "cache_key", None)  # computing it finds the globals
         update(self, function)
 
-    DependenciesFinder._update_hash = hash_callee_first
+    finder._update_hash = hash_callee_first
