@@ -41,8 +41,9 @@ def build_matrix(
 
     Asserts that each builds (or fails where expected), fits the target's shared memory, spills no
     more than declared, and has matrix instructions where they are meant. With --json, what the file
-    says of kernels that have not changed since is taken from there. Targets that the installed
-    Triton does not compile for are left out: Intel's GPUs have one of their own.
+    says of kernels that have not changed since is taken from there; where all kernels of a target
+    are built, its other rows are removed. Targets that the installed Triton does not compile for
+    are left out: Intel's GPUs have one of their own.
     """
     import triton  # noqa: F401  # which of its back ends are there is asked without importing it
 
@@ -63,7 +64,7 @@ def build_matrix(
         raise BadInput(
             f"--module {module}: no such kernel file has builds for {', '.join(targets)}"
         )
-    whole = not (chosen or module or first_of)
+    whole = not (module or first_of)
     with bad_input():
         old = [] if json_file is None else rows_of(json_file)
     known = recorded(old)
@@ -80,8 +81,8 @@ def build_matrix(
             append_lines(json_file, [row])
     rows = [{**(known.get(job.key) or fresh[job.key]), **job.row} for job in work]
     if json_file is not None and whole:
-        kept = [row for row in old if problems.get(row["target"])]
-        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows + kept))
+        kept = [row for row in old if row["target"] not in targets]
+        write_text(json_file, "".join(json.dumps(row) + "\n" for row in kept + rows))
     bad = [row for row in rows if not row["ok"]]
     for row in bad:
         click.echo(f"{row['target']} {row['module']} {row['label']}: {row['problem']}")

@@ -4,8 +4,11 @@ import dataclasses
 import json
 
 import pytest
+from click.testing import CliRunner
 
 from anymla.ops.device import TARGETS, has_triton
+from lab import build_matrix
+from lab.__main__ import main as command
 from lab.build import Build, Judgement
 from lab.build_matrix import judge
 
@@ -96,3 +99,38 @@ def test_only_rows_that_passed_with_this_triton_hold():
     without = {name: value for name, value in row.items() if name != "digest"}
     assert not recorded([*stale, without])
     assert recorded([json.loads(json.dumps(row))]) == {("m", "sm_90", "d"): row}
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+@pytest.mark.parametrize("part", [(), ("--module", "m")])
+def test_a_target_whose_kernels_are_all_built_loses_its_other_rows(monkeypatch, tmp_path, part):
+    import triton
+
+    def job(digest, label):
+        return build_matrix.Job("m", "sm_90", 0, label, digest, PLAIN)
+
+    def row(target, digest):
+        known = {"module": "m", "target": target, "number": 0, "label": "old", "digest": digest}
+        return {**known, "triton": triton.__version__, "ok": True}
+
+    file = tmp_path / "rows.jsonl"
+    others = [row("sm_80", "stale"), row("sm_90", "stale")]
+    file.write_text("".join(json.dumps(each) + "\n" for each in [*others, row("sm_90", "same")]))
+    monkeypatch.setattr(build_matrix, "jobs", lambda *_, **__: [job("same", "a"), job("new", "b")])
+    monkeypatch.setattr(
+        build_matrix,
+        "run",
+        lambda jobs, _: ({**each.row, "triton": triton.__version__, "ok": True} for each in jobs),
+    )
+    asked = ["build-matrix", "--target", "sm_90", "--json", str(file), *part]
+    done = CliRunner().invoke(command, asked)
+    assert not done.exception, done.output
+    left = {
+        (each["target"], each["digest"]): each
+        for each in map(json.loads, file.read_text().splitlines())
+    }
+    stale = {("sm_90", "stale")} if part else set()
+    assert {*left} == {("sm_80", "stale"), ("sm_90", "same"), ("sm_90", "new"), *stale}
+    assert left["sm_90", "new"]["label"] == "b"
+    assert "commit" in left["sm_90", "new"]
+    assert left["sm_90", "same"]["label"] == ("old" if part else "a")
