@@ -15,9 +15,9 @@ from typing import Any
 
 @functools.cache
 def hash_callees_first() -> None:
-    """Make Triton look for a callee's globals before it reads them, from now on.
+    """Make Triton look for a callee's globals before it reads them, where the caller is anymla's.
 
-    A Triton that does so by other functions is left as it is.
+    Others' kernels keep their keys, and a Triton that finds globals otherwise is left as it is.
     """
     from triton.runtime import jit
 
@@ -27,7 +27,8 @@ def hash_callees_first() -> None:
         return
 
     def hash_callee_first(self: Any, function: Any) -> None:
-        getattr(function, "cache_key", None)  # computing it finds the globals
+        if self.globals["__name__"].startswith("anymla."):
+            getattr(function, "cache_key", None)  # computing it finds the globals
         update(self, function)
 
     finder._update_hash = hash_callee_first
