@@ -190,8 +190,8 @@ def _load_fragments(given, k, BLOCK_K: tl.constexpr):
     BLOCKS: tl.constexpr = given.block.shape[0]
     at = (given.block * given.stride * 16)[:, None] + (k * 16 + tl.arange(0, 16 * BLOCK_K))[None, :]
     values = tl.reshape(tl.load(given.x + at), (BLOCKS, BLOCK_K // 32, 2, 8, 4, 2, 2, 2))
-    # Of 16 x 32 values: half of four channels, row of eight, four channels, half of the channels,
-    # half of the rows, and channel of two.
+    # The dimensions of 16 x 32 values are half of four channels, row of eight, four channels, half
+    # of the channels, half of the rows, and channel of two.
     values = tl.permute(values, (0, 6, 3, 1, 5, 4, 2, 7))
     return tl.reshape(values, (16 * BLOCKS, BLOCK_K))
 
@@ -816,7 +816,7 @@ def fragments_kernel(
     else:
         place = (row * row_stride)[:, None] + number * block_stride
         scale = tl.load(given_scales + place, known, other=0.0)
-    # Of 32 channels: halves, four channels, and of these, which ``_four_values`` exchanges, pairs.
+    # 32 channels are two halves of four words, whose pairs ``_four_values`` exchanges.
     value = tl.reshape(e4m3_to_fp16(codes, NATIVE), (2, 8, 4, 2, 4, 2, 2))
     value = tl.reshape(tl.permute(value, (2, 6, 1, 4, 3, 0, 5)), (2048,))
     tl.store(values + (block * width + first) * 16 + tl.arange(0, 2048), value)
