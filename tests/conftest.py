@@ -12,6 +12,8 @@ from anymla.testing.pytest_plugin import (  # noqa: F401
 from anymla.testing.pytest_plugin import pytest_collection_modifyitems as skip_elsewhere
 
 SLOW = Path(__file__).with_name("slow.txt")
+# See the fixture ``gone``.
+GONE = pytest.StashKey[list[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before "-m" selects by marker
@@ -23,6 +25,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
     whole = [Path(argument).resolve() for argument in config.args] == [SLOW.parent]
     gone = slow - {item.nodeid for item in items}
-    if whole and gone:
-        raise pytest.UsageError(f"{SLOW.name} names tests that are gone: {', '.join(sorted(gone))}")
+    config.stash[GONE] = sorted(gone) if whole else []
     skip_elsewhere(items)
+
+
+@pytest.fixture
+def gone(pytestconfig: pytest.Config) -> list[str]:
+    """Tests that slow.txt names and that do not exist; none if only some tests were collected."""
+    return pytestconfig.stash[GONE]
