@@ -112,7 +112,7 @@ class LazyFunction:
         """Import the module if necessary and return the function."""
         if self._run is None:
             self._run = getattr(importlib.import_module(self._module), self._name)
-            if "triton" in sys.modules:
+            if "triton.runtime.jit" in sys.modules:
                 hash_callees_first()
         return self._run
 
