@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from anymla.formats.quantized_rows import QuantizedRows
 from anymla.ops._gemm_config import TileConfig
 from anymla.ops.device import Target
 from anymla.ops.linear import fp8_block_linear, grouped_output_projection_fp8
-from anymla.ops.linear.config import GemmShape, TritonConfig
+from anymla.ops.linear.config import GemmShape, TritonConfig, channels_of_split
 from anymla.ops.linear.shapes import V4_FLASH, V4_PRO, ProductShape
 from anymla.ops.moe.config import GemmConfig
 from anymla.ops.moe.shapes import ExpertsShape
@@ -164,7 +163,7 @@ def product_configs(shape: GemmShape, target: Target) -> dict[str, TritonConfig]
         if tile.block_m >= 2 * max(shape.tokens, 64):
             continue
         for count in (*ctas, 1) if kind == "x16" and shape.k <= _WHOLE_K else ctas:
-            split = _split(shape, tile, count)
+            split = channels_of_split(shape, tile, count)
             config = TritonConfig(
                 False, operand, tile, split, by_words=by_words,
                 float16_x=kind == "x16", scales_ahead=kind != "plain",
@@ -182,14 +181,6 @@ def product_configs(shape: GemmShape, target: Target) -> dict[str, TritonConfig]
 def _name(size: tuple[int, ...]) -> str:
     """Write a tile as tokens x rows x channels, warps and stages."""
     return "x".join(map(str, size[:3])) + f" {size[3]}w {size[4]}s"
-
-
-def _split(shape: GemmShape, tile: TileConfig, ctas: int) -> int:
-    """Return the channels of a split with which a product has at most so many CTAs, if it can."""
-    tiles = shape.groups * math.ceil(shape.n / tile.block_n)
-    tiles *= math.ceil(shape.tokens / tile.block_m)
-    splits = max(1, min(ctas // tiles, shape.k // 512))
-    return math.ceil(shape.k / splits / FP8_BLOCK) * FP8_BLOCK
 
 
 def expert_configs(shape: ExpertsShape) -> dict[str, GemmConfig]:

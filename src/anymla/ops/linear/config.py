@@ -294,10 +294,12 @@ def choose_triton_config(
     short = tile.block_m == _INTEL_ROWS and tile.block_k <= _INTEL_SHORT_STEP
     if target.intel and weight_format == "fp8" and short:
         tile = dataclasses.replace(tile, num_warps=4)
-    return TritonConfig(False, operand, tile, _split_k(shape, tile, _CTAS), by_words=by_words)
+    return TritonConfig(
+        False, operand, tile, channels_of_split(shape, tile, _CTAS), by_words=by_words
+    )
 
 
-def _split_k(shape: GemmShape, tile: TileConfig, ctas: int) -> int:
+def channels_of_split(shape: GemmShape, tile: TileConfig, ctas: int) -> int:
     """Return the channels of a split with which there are at most ``ctas`` CTAs, if possible."""
     splits = max(1, min(ctas // max(1, _tiles(shape, tile)), shape.k // _MIN_SPLIT))
     return cdiv(cdiv(max(1, shape.k), splits), FP8_BLOCK) * FP8_BLOCK
@@ -309,7 +311,7 @@ def _fragments_config(shape: GemmShape, target: Target, quant_block: int) -> Tri
     tile = within_quant_blocks(_fragment_tile(shape, 2 * target.sm_count, whole), quant_block)
     ctas = 1 if whole else _FRAGMENT_CTAS
     return TritonConfig(
-        False, torch.float16, tile, _split_k(shape, tile, ctas),
+        False, torch.float16, tile, channels_of_split(shape, tile, ctas),
         by_words=True, float16_x=True, scales_ahead=True,
     )  # fmt: skip
 
