@@ -119,3 +119,20 @@ def test_lse_may_err_as_the_sums_of_terms_that_cancel() -> None:
         allowed = want.score_norm.clamp(min=8.0) + want.lse.abs()
         error = (wrong - want.lse).abs() / (4 * 512**0.5 * 2.0**-23 * allowed)
         assert (error > 1).double().mean() > 0.98
+
+
+def test_unlikely_rows_may_be_lost_to_float16_where_likely_ones_are_zero() -> None:
+    rows = torch.randn(2, 512).double()
+    q = rows[:1].bfloat16().view(1, 1, 512)
+    rows[0, 7] = 0.0
+    share = float(attend(q, [rows]).out[0, 0, 7] / rows[1, 7])
+    assert 0 < share < 2.0**-20
+    for more, fits in ((40.0, True), (22.0, False)):  # the score's excess, in powers of two
+        want = attend(q * (more / -math.log2(share)), [rows])
+        lost = want.out.clone()
+        lost[0, 0, 7] = 0.0  # of 2^-more
+        if fits:
+            want.check((lost.bfloat16(), want.lse))
+        else:
+            with pytest.raises(AssertionError, match="1 of 512"):
+                want.check((lost.bfloat16(), want.lse))

@@ -14,6 +14,9 @@ from anymla.testing.oracle.rope import frequencies
 from anymla.testing.tolerance import Bound, accumulation, assert_close, ulps
 
 EPS = 1e-6
+# float16 probabilities are at most 2^15 and multiples of 2^-24, so off by 2^-40 of the largest at
+# most. A unit of bfloat16 of this share is as much.
+_LEAST_SHARE = 2.0**-33
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Attention:
     Attributes:
         out: float64 [T, H, D], output of each head.
         lse: float64 [T, H], natural logarithm, without the sink.
-        weight: float64 [T, H, D], sum of p |v|, the scale of rounding errors.
+        weight: float64 [T, H, D], sum of (p + 2^-33) |v|, the scale of rounding errors.
         score_norm: float64 [T, H], Euclidean norm of the terms that add up to a score, as a mean
             over rows by p; the scale of rounding errors of ``lse``.
     """
@@ -39,7 +42,8 @@ class Attention:
         Returns the largest error as a share of what is allowed.
 
         One bfloat16 unit of sum(p |v|) for probabilities rounded to bfloat16 (half a unit) and the
-        float32 errors of scores and sums, and one unit of the result for rounding it (half). The
+        float32 errors of scores and sums, and one unit of the result for rounding it (half). Where
+        the likely rows have zeros, p is what rounding to float16 leaves of an unlikely one. The
         lse is float32 of scores that are dot products of the row's width. Terms of a score that
         cancel walk at random before they do: a partial sum is about their Euclidean norm, however
         small the score is.
@@ -84,7 +88,7 @@ def attend(
         if sink is not None:
             share = share * torch.sigmoid(lse - sink.double()).unsqueeze(1)
         value = rows[t][:, :values]
-        parts.append((share @ value, lse, share @ value.abs(), norm))
+        parts.append((share @ value, lse, (share + _LEAST_SHARE) @ value.abs(), norm))
     return Attention(*map(torch.stack, zip(*parts, strict=True)))
 
 
