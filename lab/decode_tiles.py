@@ -22,7 +22,7 @@ from anymla.bench.report import append_lines
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.attention import triton_decode_launch as launch
-from anymla.ops.attention.decode_config import Tile
+from anymla.ops.attention.decode_config import COPIED_ROWS, COPIED_TIMES, Tile
 from anymla.ops.device import Target, target_of
 
 Shape = tuple[int, int, int]  # heads, tokens, slots beside a window of 128
@@ -46,7 +46,8 @@ def shapes(seed: int, count: int = 26) -> Iterator[Shape]:
 
 def tiles(target: Target) -> Iterator[Tile]:
     """Yield tiles with rows loaded ahead and not; those that do not fit a target raise there."""
-    yield Tile(16, 32, 4, copied=True)
+    for heads, times in COPIED_TIMES.items():
+        yield Tile(heads, COPIED_ROWS, times.warps, copied=True)
     words = (False,) if target.native_e4m3 else (False, True)
     for heads, keys, warps in ((16, 32, 4), (16, 32, 8), (16, 64, 8), (32, 32, 8), (32, 64, 8)):
         yield Tile(heads, keys, warps)

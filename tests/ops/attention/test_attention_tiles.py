@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -58,9 +59,25 @@ def test_v4s_rows_are_copied_by_every_nvidia_gpu_but_hopper():
             chosen = choose_tile(64, 640, 8, "float16", target, copied=True)
             assert chosen.copied == (target.name != "sm_90")
             assert not choose_tile(64, 640, 8, "bfloat16", target, copied=True).copied
+            few = choose_tile(16, 640, 8, "float16", target, copied=True)
             # 59 KiB a CTA, and 1 KiB that the driver has.
             kib = target.shared_bytes // 1024 + 1
-            assert not chosen.copied or chosen.per_sm == min(kib // 60, 2)
+            assert not chosen.copied or few.per_sm == min(kib // 60, 2)
+
+
+def test_tiles_of_copied_rows_are_those_that_were_fastest():
+    """Of what was timed on an H200, as sm_80; a batch-invariant call has one tile for any batch."""
+    target = dataclasses.replace(TARGETS["sm_80"], sm_count=132)
+    timed = (
+        (16, 64, 512, 16), (64, 1, 512, 16), (64, 8, 1024, 16), (128, 1, 512, 16),
+        (32, 8, 512, 16), (64, 16, 128, 16), (32, 256, 1024, 32), (64, 128, 128, 64),
+        (48, 64, 1024, 64), (64, 77, 1024, 64), (64, 256, 512, 64), (128, 24, 1024, 64),
+    )  # fmt: skip
+    for heads, tokens, slots, fastest in timed:
+        chosen = choose_tile(heads, 128 + slots, tokens, "float16", target, copied=True)
+        assert chosen.heads == fastest
+        always = choose_tile(heads, 128 + slots, None, "float16", target, copied=True)
+        assert always.heads == 16
 
 
 WAVES = [
@@ -68,10 +85,13 @@ WAVES = [
     Tile(16, 32, 4, ahead=True, per_sm=2),
     Tile(16, 32, 4, copied=True, per_sm=2),
     Tile(16, 32, 4, copied=True),
+    Tile(64, 32, 8, copied=True),
 ]
 
 
-@pytest.mark.parametrize("tile", WAVES, ids=["ahead", "two ahead", "two copied", "copied"])
+@pytest.mark.parametrize(
+    "tile", WAVES, ids=["ahead", "two ahead", "two copied", "copied", "64 heads"]
+)
 def test_waves_of_splits_end_no_later_than_whole_lists(tile):
     for ctas, keys in itertools.product((1, 8, 64, 154, 600), (1, 64, 640, 1152, 8192)):
         count = choose_splits(ctas, keys, tile, 108)

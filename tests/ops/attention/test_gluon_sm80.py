@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from anymla.ops.attention import gluon_sm80_decode as kernels
 from anymla.ops.attention import sparse_attention
 from anymla.ops.attention import triton_decode_launch as launch
+from anymla.ops.attention.decode_config import COPIED_TIMES
 from anymla.ops.attention.triton_decode_combine import SUMS, AttentionOut, combine_float32
 from anymla.ops.device import target_of
 from anymla.testing.conformance.scene import Scene, scope
@@ -22,11 +23,12 @@ from anymla.testing.tolerance import assert_identical
 from crossrun.hopper import run as run_kernel
 
 CHANNELS = 512
+TILES = [(heads, times.warps) for heads, times in COPIED_TIMES.items()]
 
 
-def run(made, splits=1, native=False, seed=0, replacements=None):
+def run(made, splits=1, native=False, seed=0, replacements=None, tile=TILES[0]):
     """The kernel, and its partials combined if there are splits."""
-    q = made.q
+    q, (heads, warps) = made.q, tile
     tokens, of, _ = q.shape
     scopes = [made.main] if made.extra is None else [made.main, made.extra]
     first, second = scopes[0], scopes[-1]
@@ -37,7 +39,7 @@ def run(made, splits=1, native=False, seed=0, replacements=None):
     sink = torch.zeros(of) if made.sink is None else made.sink.float()
     cache0, cache1 = (each.cache.view(torch.int32) for each in (first, second))
     run_kernel(
-        kernels.decode_mma_kernel, tokens * -(-of // 16) * splits,
+        kernels.decode_mma_kernel, tokens * -(-of // heads) * splits,
         q, cache0, first.indices, first.lengths, cache1, second.indices, second.lengths,
         sink, out, lse, part, sums, of, first.indices.shape[1], second.indices.shape[1],
         *(len(each.cache) * each.cache.shape[1] for each in (first, second)),
@@ -46,8 +48,8 @@ def run(made, splits=1, native=False, seed=0, replacements=None):
         *(cache.stride(0) // 4 for cache in (cache0, cache1)), splits, splits, 0, 1, 1,
         int(made.sink is not None), CHANNELS**-0.5, -torch.inf,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        TWO=len(scopes) > 1, SPLIT=splits > 1, NATIVE=native,
-        num_warps=4, seed=seed, replacements=replacements,
+        HEADS=heads, TWO=len(scopes) > 1, SPLIT=splits > 1, NATIVE=native,
+        num_warps=warps, seed=seed, replacements=replacements,
     )  # fmt: skip
     if splits > 1:
         combine_float32(part, sums, made.sink, AttentionOut(out, lse))
@@ -61,16 +63,17 @@ def refused(*_):
 IN_FLOAT16 = {kernels._bf16_pair: refused}
 
 
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("of", "tokens"), [(3, 4), (20, 2), (40, 1)])
-def test_any_lists(of, tokens, splits):
+def test_any_lists(of, tokens, splits, tile):
     made = Scene(
         torch.randn(tokens, of, CHANNELS).bfloat16(),
         scope(tokens, 130, lengths=[130, 0, 7, 64][:tokens]),
         scope(tokens, 100, lengths=[100, 0, 0, 33][:tokens], page=2, poison_behind=True),
         torch.tensor([0.0, torch.inf, -torch.inf, 2.0, -1.0])[torch.arange(of) % 5],
     )
-    made.expected().check(run(made, splits, replacements=IN_FLOAT16))
+    made.expected().check(run(made, splits, tile=tile, replacements=IN_FLOAT16))
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -131,17 +134,18 @@ def check_nan(call, code):
 # The compiled kernel -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def copied(monkeypatch):
-    """Calls of Triton's backend, all of which must take this kernel."""
+@pytest.fixture(params=TILES, ids=str)
+def copied(request, monkeypatch):
+    """Calls of Triton's backend, all of which must take this kernel, in one of its tiles."""
     if target_of(torch.device("cuda")).name == "sm_90":
         pytest.skip("Hopper has other kernels")
     choose = launch.choose_tile
+    heads, warps = request.param
 
     def chosen(*given, **named):
         tile = choose(*given, **named)
         assert tile.copied
-        return tile
+        return dataclasses.replace(tile, heads=heads, warps=warps)
 
     monkeypatch.setattr(launch, "choose_tile", chosen)
 

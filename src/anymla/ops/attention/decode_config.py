@@ -461,7 +461,7 @@ class Tile:
             row, never in float16; 0 for ``triton_decode.walk``, which has several tiles of
             channels.
         copied: True for the kernel of ``gluon_sm80_decode``, which copies rows as they lie in the
-            cache and has 16 heads, 32 rows and 4 warps.
+            cache, 32 in a step.
     """
 
     heads: int
@@ -486,10 +486,40 @@ _HALF_HEADS = Tile(32, 64, 8)
 _MANY_HEADS = Tile(64, 64, 8, once=False)
 
 
-# V4's rows on other NVIDIA GPUs. 16 rows a step with 2, 3 or 4 CTAs an SM, 32 heads, and two or
-# three copied blocks in flight were slower at all eight shapes that were timed, as sm_80 and sm_89.
-# A CTA has 59 KiB of shared memory, so that an SM with 100 KiB (sm_86, sm_89, sm_120) holds one.
-_COPIED_ROWS = Tile(16, 32, 4, copied=True)
+@dataclasses.dataclass(frozen=True)
+class CopiedTimes:
+    """Measured times in microseconds of the parts of a call of ``gluon_sm80_decode``.
+
+    Attributes:
+        warps: warps of a CTA.
+        call: fixed time of every call.
+        start: time to start and end a CTA that has an SM to itself.
+        step: time of a step of such a CTA.
+        shared: factor of both where two CTAs share an SM.
+        combine: fixed time of the combine kernel, as far as ``call`` does not have it.
+        partial: time to combine one head of one split.
+    """
+
+    warps: int
+    call: float
+    start: float
+    step: float
+    shared: float
+    combine: float
+    partial: float
+
+
+# V4's rows on other NVIDIA GPUs, by heads of a tile: least squares over 404 calls of 23 shapes,
+# each in up to 11 numbers of splits, as sm_80 on an H200. The fits are off by 3 %; as sm_89 steps
+# are 0.86, 0.98 and 0.92 times as long. 32 heads by 8 warps were at most 2 % faster than the best
+# of these, 16 rows a step and two or three copied blocks in flight slower. CTAs have 59, 59 and 83
+# KiB of shared memory: an SM with 100 KiB (sm_86, sm_89, sm_120) holds one of any.
+COPIED_TIMES = {
+    16: CopiedTimes(4, 3.2, 2.5, 1.64, 1.5, 0.5, 0.00048),
+    32: CopiedTimes(4, 2.7, 6.0, 3.05, 1.3, -0.9, 0.00062),
+    64: CopiedTimes(8, 5.8, 6.3, 3.48, 1.0, -2.6, 0.00081),
+}
+COPIED_ROWS = 32  # rows in a step of them
 # Other coded rows there: a block is loaded while the one before is computed. 16 heads by words and
 # by 4 warps need this shared memory. 16 heads and 128 requests of 128 + 512 rows of V4: as sm_80
 # 55 us by 4 warps and 72 by 8, as sm_89 47 by 16 x 64. Tiles of other targets are those that spill
@@ -498,9 +528,8 @@ _AHEAD_SHARED_BYTES = 160 * _KIB
 # Plain rows there, as in prefill. 1,024 queries of 64 heads with 128 + 512 rows as sm_80: 756 us,
 # where 8 warps take 1,286; 16 heads 285 us, where 32 rows take 333; as sm_89 the same within 2 %.
 _MANY_PLAIN_HEADS, _FEW_PLAIN_HEADS = Tile(32, 32, 4), Tile(16, 64, 4)
-# Rows in whose time a CTA of either kind starts and ends, and partials are combined; and the time
-# of a step where two CTAs share an SM. From 41 rows of tiles ``ahead`` and 16 of ``copied`` ones,
-# each cut in up to 13 ways on an H200: the cut chosen for copied rows is the fastest of all 16.
+# Rows in whose time a CTA of tiles ``ahead`` starts and ends, and partials are combined; and the
+# time of a step where two CTAs share an SM. From 41 rows, each cut in up to 13 ways on an H200.
 _START_ROWS, _COMBINE_ROWS, _SHARED_SM = 100, 80, 1.4
 
 
@@ -585,8 +614,7 @@ def choose_tile(
         return Tile(16, 32, 4)
     if target.name != "sm_90":
         if mode == "float16" and copied:
-            large = target.shared_bytes >= _AHEAD_SHARED_BYTES
-            return dataclasses.replace(_COPIED_ROWS, per_sm=2 if large else 1)
+            return _copied_tile(heads, keys, tokens, target)
         if mode == "float16":
             return _ahead_tile(heads, target, dense=tailless or packed)
         # Plain rows have no registers for a block ahead. 32 heads and 32 rows of more than 512
@@ -621,6 +649,52 @@ def _ahead_tile(heads: int, target: Target, *, dense: bool) -> Tile:
     return Tile(16, 32, 8, ahead=True, words=large)
 
 
+@functools.lru_cache(1024)
+def _copied_tile(heads: int, keys: int, tokens: int | None, target: Target) -> Tile:
+    """Choose the tile of ``gluon_sm80_decode`` whose call should end first; 16 heads for any."""
+    large = target.shared_bytes >= _AHEAD_SHARED_BYTES
+    tiles = [
+        Tile(each, COPIED_ROWS, times.warps, copied=True, per_sm=2 if large and each < 64 else 1)
+        for each, times in COPIED_TIMES.items()
+        if each < 2 * max(heads, 16)
+    ]
+    if tokens is None:
+        return tiles[0]
+    steps, sm_count = max(1, -(-keys // COPIED_ROWS)), target.sm_count
+
+    def duration(tile: Tile) -> float:
+        ctas = tokens * -(-heads // tile.heads)
+        return min(_copied_us(ctas, steps, each, tile, sm_count) for each in _split_counts(steps))
+
+    return min(tiles, key=duration)
+
+
+def _copied_us(ctas: int, steps: int, splits: int, tile: Tile, sm_count: int) -> float:
+    """Predict a call's time in microseconds from ``COPIED_TIMES``; arguments as below."""
+    times = COPIED_TIMES[tile.heads]
+    us = times.call + _waves(ctas * splits, tile, sm_count, times.shared) * (
+        times.start + -(-steps // splits) * times.step
+    )
+    partials = ctas * tile.heads * splits
+    return us + (times.combine + partials * times.partial) * (splits > 1)
+
+
+def _waves(ctas: int, tile: Tile, sm_count: int, shared: float) -> float:
+    """Return the time of all waves of CTAs, in that of one CTA that has an SM to itself.
+
+    ``shared`` is the time of one that shares its SM.
+    """
+    shared = shared if tile.per_sm > 1 else 1.0
+    waves, rest = divmod(ctas, sm_count * tile.per_sm)
+    # The last wave has SMs to itself if no two of its CTAs need to share one.
+    return waves * shared + (min(rest, 1) if rest <= sm_count else shared)
+
+
+def _split_counts(steps: int) -> list[int]:
+    """List numbers of splits; of several with the same longest split, only the smallest."""
+    return sorted({-(-steps // each) for each in range(1, steps + 1)})
+
+
 def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
     """Choose the number of CTAs of the portable kernel that share a token's lists.
 
@@ -647,17 +721,14 @@ def choose_splits(ctas: int, keys: int, tile: Tile, sm_count: int) -> int:
 def _splits_by_waves(ctas: int, steps: int, tile: Tile, sm_count: int) -> int:
     """Choose the splits whose waves of CTAs should end first; arguments as in ``choose_splits``."""
     start, combine = _START_ROWS / tile.keys, _COMBINE_ROWS / tile.keys
-    shared = _SHARED_SM if tile.per_sm > 1 else 1.0
 
     def duration(splits: int) -> float:
-        waves, rest = divmod(ctas * splits, sm_count * tile.per_sm)
-        # The last wave has SMs to itself if no two of its CTAs need to share one.
-        last = min(rest, 1) if rest <= sm_count else shared
-        return (waves * shared + last) * (-(-steps // splits) + start) + combine * (splits > 1)
+        if tile.copied:
+            return _copied_us(ctas, steps, splits, tile, sm_count)
+        waves = _waves(ctas * splits, tile, sm_count, _SHARED_SM)
+        return waves * (-(-steps // splits) + start) + combine * (splits > 1)
 
-    # Several numbers of splits have the same longest split; only the smallest of them is tried.
-    counts = {-(-steps // each) for each in range(1, steps + 1)}
-    return min(sorted(counts), key=duration)
+    return min(_split_counts(steps), key=duration)
 
 
 def invariant_splits(keys: int, tile: Tile) -> int:

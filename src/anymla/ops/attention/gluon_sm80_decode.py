@@ -1,12 +1,13 @@
 """Decode attention over V4's FP8 rows for NVIDIA GPUs whose matrix instruction is ``mma.sync``.
 
-A CTA attends 16 heads of a token to a split of its lists, in blocks of 32 rows. Each block is
-copied as it lies in the cache (``cp.async``) while the blocks before it are computed, is decoded
-once into shared memory, and is read there by both products.
+A CTA attends HEADS heads of a token, 16, 32 or 64, to a split of its lists, in blocks of 32 rows.
+Each block is copied as it lies in the cache (``cp.async``) while the blocks before it are computed,
+is decoded once into shared memory, and is read there by both products.
 
-Channels are cut into four parts of 128, and each part has warps of its own in both products: their
-scores are partial sums, which all warps add up through shared memory; the output needs no sum. So a
-warp reads only its own channels of a row, and keeps its part of the queries in registers.
+A warp multiplies 16 heads by one part of the channels in both products: scores are partial sums,
+which the warps of these heads add up through shared memory; the output needs no sum. So a warp
+reads only its own channels of a row, and keeps its part of the queries in registers. 4 warps are
+four parts of 16 heads or two of 32, 8 warps two parts of 64.
 
 A row is nine tiles of 64 bytes: seven blocks of codes, each with a scale byte, and the bfloat16
 tail. A thread copies and decodes 16 bytes of a row's tile. Codes are stored times ``LIFT`` as
@@ -41,11 +42,7 @@ _WORDS = gl.constexpr(_LAYOUT.data_bytes // 4)  # of a row
 _SCALES = gl.constexpr(_LAYOUT.scale_bytes // 4)
 _NOPE = gl.constexpr(_LAYOUT.nope)
 _CHANNELS = gl.constexpr(_LAYOUT.channels)
-_PARTS = gl.constexpr(4)
-_HEADS = gl.constexpr(16)
 _ROWS = gl.constexpr(32)
-_MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
-_PART = gl.constexpr(_LAYOUT.channels // 4)
 _CODED = gl.constexpr(7)  # tiles of a row that are codes
 _TILES = gl.constexpr(8)
 _TILE = gl.constexpr(16)  # words in a tile of a row
@@ -61,9 +58,21 @@ assert float16_range.exact_scale_bytes(float16_range.LIFT) == (105, 127)  # see 
 
 
 @gluon.constexpr_function
-def _rows_layout(words):
+def _rows_layout(words, warps):
     """Return the layout of tiles [8, 32, n] in which a thread has ``words`` adjacent numbers."""
-    return gl.BlockedLayout([1, 1, words], [1, 8, 4], [1, 4, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, words], [1, 8, 4], [warps // 4, 4, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _parts(heads, warps):
+    """Return the number of parts that a row's channels are cut into."""
+    return warps * 16 // heads
+
+
+@gluon.constexpr_function
+def _mma_layout(heads, warps):
+    """Return the layout of products [parts, heads, n], in which a warp has one part of 16 heads."""
+    return gl.NVMMADistributedLayout([2, 0], [warps * 16 // heads, heads // 16, 1], [1, 16, 8])
 
 
 @gluon.jit
@@ -143,19 +152,21 @@ def _or(a, b):
 
 
 @gluon.jit
-def _decode(memory, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr):
+def _decode(
+    memory, PARTS: gl.constexpr, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr
+):
     """Decode the copied block for both products, and store what masks its scores.
 
     Returns:
         int32 [32] with one of the highest bits of its bytes set if MODE 0 does not hold the row,
-        and int32 [32, 16] with one of them set if a code is NaN.
+        and int32 [n, 32, 16] with one of them set if a code is NaN.
     """
     raw, rest, scales, valid, rows, bias = (
         memory[0], memory[1], memory[2], memory[3], memory[4], memory[5]
     )  # fmt: skip
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, TILES))
     S: gl.constexpr = gl.BlockedLayout([1, _SCALES], [8, 4], [gl.num_warps(), 1], [1, 0])
-    PAIRS: gl.constexpr = _rows_layout(8)
+    PAIRS: gl.constexpr = _rows_layout(8, gl.num_warps())
     ok = valid.load(ROW) != 0
     bias.store(gl.where(ok, 0.0, float("-inf")))
     low, high = gl.split(scales.load(S))
@@ -173,7 +184,9 @@ def _decode(memory, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexp
     byte = (gl.where(tile < 4, low, high) >> 8 * (tile % 4)) & 0xFF
     words = raw.load(TILES)
     spoiled = gl.where(tile < _CODED, (words & 0x7F7F7F7F) + 0x01010101, 0)
-    spoiled = gl.reduce(spoiled, 0, _or)
+    WARPS: gl.constexpr = gl.num_warps() // 4  # that have a row's tiles in turn
+    spoiled = gl.reshape(spoiled, [_TILES // WARPS, WARPS, _ROWS, _TILE])
+    spoiled = gl.convert_layout(gl.reduce(spoiled, 0, _or), TILES)
     if MODE == 1:
         bits = gl.where(byte == 0, 0x00400000, gl.where(byte == 255, 0x7FC00000, byte << 23))
         scale = bits.to(gl.float32, bitcast=True)
@@ -193,27 +206,29 @@ def _decode(memory, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexp
     tail = gl.permute(gl.reshape(gl.join(words, tail), [_TILES, _ROWS, 4, 4, 2]), [0, 1, 2, 4, 3])
     tail = gl.convert_layout(gl.reshape(tail, [_TILES, _ROWS, 2 * _TILE]), PAIRS)
     pairs = gl.where(_tiles(PAIRS) < _CODED, pairs, tail)
-    pairs = gl.permute(gl.reshape(pairs, [_PARTS, 2, _ROWS, 2 * _TILE]), [0, 2, 1, 3])
-    rows.store(gl.reshape(pairs, [_PARTS, _ROWS, _PART // 2]))
+    pairs = gl.reshape(pairs, [PARTS, _TILES // PARTS, _ROWS, 2 * _TILE])
+    pairs = gl.permute(pairs, [0, 2, 1, 3])
+    rows.store(gl.reshape(pairs, [PARTS, _ROWS, _CHANNELS // 2 // PARTS]))
     return inexact, spoiled
 
 
 @gluon.jit
-def _load_queries(queries, rows, MMA: gl.constexpr, MODE: gl.constexpr):
-    """Load a CTA's queries as an operand [4, 16, 128], and the factor of each head's scores.
+def _load_queries(queries, memory, MMA: gl.constexpr, HEADS: gl.constexpr, MODE: gl.constexpr):
+    """Load a CTA's queries as an operand [parts, HEADS, n], and the factor of each head's scores.
 
-    They pass through the memory of ``rows``.
+    They pass through the memory of decoded rows, 64 heads through that of scores as well.
     """
     q, stride, head0, H, scale = queries[0], queries[1], queries[2], queries[3], queries[4]
     L: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, gl.num_warps(), 1], [2, 1, 0])
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
     SCORE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, MMA))
-    channel = _channels(L)
-    head = head0 + gl.arange(0, _HEADS, layout=HEAD)
+    PARTS: gl.constexpr = _parts(HEADS, gl.num_warps())
+    channel = _channels(PARTS, L)
+    head = head0 + gl.arange(0, HEADS, layout=HEAD)
     at = gl.expand_dims(gl.expand_dims(head.to(gl.int64) * stride, 0), 2) + channel
     there = gl.expand_dims(gl.expand_dims(head < H, 0), 2) & (channel >= 0)
     x = gl.load(q + at, mask=there, other=0.0).to(gl.float32)
-    factor = gl.full([_HEADS], 1.0, gl.float32, SCORE) * (scale * _LOG2E)
+    factor = gl.full([HEADS], 1.0, gl.float32, SCORE) * (scale * _LOG2E)
     if MODE == 0:
         # Scale each head by a power of two that brings its largest magnitude into [1, 2).
         largest = gl.max(gl.max(gl.abs(x), 2), 0)
@@ -224,8 +239,14 @@ def _load_queries(queries, rows, MMA: gl.constexpr, MODE: gl.constexpr):
         x = x * shrink * gl.where(channel < _NOPE, 1.0, _LIFT)
         grow = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
         factor = factor * gl.convert_layout(grow, SCORE) * (1.0 / _LIFT)
-    to = rows.slice(0, _HEADS, dim=1)
-    to.store(x.to(rows.dtype))
+    DTYPE: gl.constexpr = gl.bfloat16 if MODE == 1 else gl.float16
+    K: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
+    if HEADS <= _ROWS:
+        rows = view(memory.index(0), DTYPE, [PARTS, _ROWS, _CHANNELS // PARTS], K)
+        to = rows.slice(0, HEADS, dim=1)
+    else:
+        to = view(memory, DTYPE, [PARTS, HEADS, _CHANNELS // PARTS], K)
+    to.store(x.to(DTYPE))
     return to.load(gl.DotOperandLayout(0, MMA, 2)), factor
 
 
@@ -237,10 +258,11 @@ def _tiles(L: gl.constexpr):
 
 
 @gluon.jit
-def _channels(L: gl.constexpr):
-    """Return the channels at the places of a row in shared memory, int32 [4, 1, 128]."""
-    part = gl.arange(0, _PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L))) * _PART
-    within = gl.arange(0, _PART, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+def _channels(PARTS: gl.constexpr, L: gl.constexpr):
+    """Return the channels at the places of a row in shared memory, int32 [PARTS, 1, n]."""
+    PART: gl.constexpr = _CHANNELS // PARTS
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L))) * PART
+    within = gl.arange(0, PART, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
     place = gl.expand_dims(gl.expand_dims(part, 1), 2) + gl.expand_dims(
         gl.expand_dims(within, 0), 1
     )
@@ -250,47 +272,48 @@ def _channels(L: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    queries, span, rows0, rows1, memory, TWO: gl.constexpr, MODE: gl.constexpr,
-    NATIVE: gl.constexpr,
+    queries, span, rows0, rows1, memory, HEADS: gl.constexpr, TWO: gl.constexpr,
+    MODE: gl.constexpr, NATIVE: gl.constexpr,
 ):  # fmt: skip
     """Attend to the blocks of a span, as ``triton_decode.walk`` does.
 
-    Returns the reference exponents, float32 [16], the sums of p and those of p times rows,
-    [4, 16, 128], and a number that is not 0 if MODE 0 does not hold a row.
+    Returns the reference exponents, float32 [HEADS], the sums of p and those of p times rows,
+    [parts, HEADS, n], and a number that is not 0 if MODE 0 does not hold a row.
     """
     words, bias, parts = memory[4], memory[5], memory[6]
-    TILES: gl.constexpr = _rows_layout(4)
+    PARTS: gl.constexpr = _parts(HEADS, gl.num_warps())
+    TILES: gl.constexpr = _rows_layout(4, gl.num_warps())
     L: gl.constexpr = gl.SliceLayout(0, TILES)
-    MMA: gl.constexpr = _MMA
+    MMA: gl.constexpr = _mma_layout(HEADS, gl.num_warps())
     SCORES: gl.constexpr = gl.SliceLayout(0, MMA)
     DTYPE: gl.constexpr = gl.bfloat16 if MODE == 1 else gl.float16
     K: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
     P: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, order=[2, 1, 0])
-    rows = view(words, DTYPE, [_PARTS, _ROWS, _PART], K)
-    all_parts = view(parts, gl.float32, [_PARTS, _HEADS, _ROWS], P)
+    rows = view(words, DTYPE, [PARTS, _ROWS, _CHANNELS // PARTS], K)
+    all_parts = view(parts, gl.float32, [PARTS, HEADS, _ROWS], P)
     first, last = span[0], span[1]
 
     slots = _load_slots(first, span, rows0, rows1, L, TWO)
     _start_copy(slots, first, span, rows0, rows1, memory, TILES, TWO)
     slots = _load_slots(first + 1, span, rows0, rows1, L, TWO)
-    q, factor = _load_queries(queries, rows, MMA, MODE)
+    q, factor = _load_queries(queries, memory[7], MMA, HEADS, MODE)
     SHIFT: gl.constexpr = _SHIFT if MODE == 0 else 0.0
-    highest = gl.full([_HEADS], _NO_MAXIMUM, gl.float32, gl.SliceLayout(1, SCORES))
-    count = gl.zeros([_HEADS], gl.float32, gl.SliceLayout(1, SCORES))
-    sums = gl.zeros([_PARTS, _HEADS, _PART], gl.float32, MMA)
+    highest = gl.full([HEADS], _NO_MAXIMUM, gl.float32, gl.SliceLayout(1, SCORES))
+    count = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, SCORES))
+    sums = gl.zeros([PARTS, HEADS, _CHANNELS // PARTS], gl.float32, MMA)
     inexact = gl.zeros([_ROWS], gl.int32, gl.SliceLayout(1, L))
-    spoiled = gl.zeros([_ROWS, _TILE], gl.int32, L)
+    spoiled = gl.zeros([gl.num_warps() // 4, _ROWS, _TILE], gl.int32, TILES)
     for block in range(first, last):
         async_copy.wait_group(0)
-        bad, nan = _decode(memory, TILES, MODE, NATIVE)
+        bad, nan = _decode(memory, PARTS, TILES, MODE, NATIVE)
         inexact |= bad
         spoiled |= nan
         _start_copy(slots, block + 1, span, rows0, rows1, memory, TILES, TWO)
         slots = _load_slots(block + 2, span, rows0, rows1, L, TWO)
         keys = rows.permute([0, 2, 1]).load(gl.DotOperandLayout(1, MMA, 2))
-        all_parts.store(mma_v2(q, keys, gl.zeros([_PARTS, _HEADS, _ROWS], gl.float32, MMA)))
+        all_parts.store(mma_v2(q, keys, gl.zeros([PARTS, HEADS, _ROWS], gl.float32, MMA)))
         s = parts.index(0).load(SCORES)
-        for part in gl.static_range(1, _PARTS):
+        for part in gl.static_range(1, PARTS):
             s += parts.index(part).load(SCORES)
         masked = gl.expand_dims(bias.load(gl.SliceLayout(0, SCORES)), 0)
         s = s * gl.expand_dims(factor, 1) + masked
@@ -300,7 +323,7 @@ def _walk(
         p = gl.exp2(s - gl.expand_dims(peak - SHIFT, 1))
         count = count * decay + gl.sum(p, 1)
         p, _ = gl.broadcast(
-            gl.expand_dims(p.to(DTYPE), 0), gl.zeros([_PARTS, _HEADS, _ROWS], DTYPE, MMA)
+            gl.expand_dims(p.to(DTYPE), 0), gl.zeros([PARTS, HEADS, _ROWS], DTYPE, MMA)
         )
         p = gl.convert_layout(p, gl.DotOperandLayout(0, MMA, 2))
         sums = mma_v2(
@@ -313,10 +336,10 @@ def _walk(
     if MODE == 0:
         # x * 0 is NaN if x is not finite: what float16 does not hold shows in these.
         lost = gl.max(inexact & -0x7F7F7F80 != 0, 0)
-        lost |= gl.max(gl.max(spoiled & -0x7F7F7F80 != 0, 1), 0)
+        lost |= gl.max(gl.max(gl.max(spoiled & -0x7F7F7F80 != 0, 2), 1), 0)
         unseen = gl.sum(count * 0.0, 0) + gl.sum(gl.sum(gl.sum(sums * 0.0, 2), 1), 0)
         unseen = gl.where(lost != 0, float("nan"), unseen)
-        sums = sums * gl.where(_channels(MMA) < _NOPE, 1.0 / _LIFT, 1.0)
+        sums = sums * gl.where(_channels(PARTS, MMA) < _NOPE, 1.0 / _LIFT, 1.0)
     return highest - SHIFT, count, sums, unseen
 
 
@@ -327,16 +350,16 @@ def decode_mma_kernel(
     H, K0, K1, limit0, limit1, list_stride0, list_stride1, shift0, shift1, step0, step1,
     splits, total, at,
     has_length0, has_length1, has_sink, scale, empty, q_token, q_head, out_token, out_head,
-    TWO: gl.constexpr, SPLIT: gl.constexpr, NATIVE: gl.constexpr,
+    HEADS: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr, NATIVE: gl.constexpr,
 ):  # fmt: skip
     """Attend one token to a split of its lists; arguments are those of ``decode_kernel``.
 
     A page of a cache has 2^shift rows, and there are ``step`` times 16 bytes from page to page.
     """
     program = gl.program_id(0)
-    groups = (H + _HEADS - 1) // _HEADS
+    groups = (H + HEADS - 1) // HEADS
     split = program % splits
-    head0 = program // splits % groups * _HEADS
+    head0 = program // splits % groups * HEADS
     token = (program // splits // groups).to(gl.int64)
     none = head0 * 0
     # Without lengths or a sink, these pointers lead to unused numbers of the same type.
@@ -363,23 +386,32 @@ def decode_mma_kernel(
     rest = gl.allocate_shared_memory(gl.int32, [_ROWS, _TILE], TILE)
     scales = gl.allocate_shared_memory(gl.int32, [_ROWS, _SCALES], TILE)
     valid = gl.allocate_shared_memory(gl.int32, [_ROWS], LINE)
-    words = gl.allocate_shared_memory(
-        gl.int32, [_PARTS, _ROWS, _PART // 2], gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0])
-    )
     bias = gl.allocate_shared_memory(gl.float32, [_ROWS], LINE)
-    parts = gl.allocate_shared_memory(
-        gl.float32, [_PARTS, _HEADS, _ROWS], gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
-    )
-    memory = (raw, rest, scales, valid, words, bias, parts)
-    top, count, sums, unseen = _walk(queries, span, rows0, rows1, memory, TWO, 0, NATIVE)
+    # Decoded rows, and scores of 64 heads behind them: queries of 64 heads need both.
+    WHOLE: gl.constexpr = HEADS > _ROWS
+    PARTS: gl.constexpr = _parts(HEADS, gl.num_warps())
+    both = gl.allocate_shared_memory(
+        gl.int32, [2 if WHOLE else 1, PARTS, _ROWS, _CHANNELS // 2 // PARTS],
+        gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0]),
+    )  # fmt: skip
+    words = both.index(0)
+    S: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
+    if WHOLE:
+        parts = view(both.index(1), gl.float32, [PARTS, HEADS, _ROWS], S)
+    else:
+        parts = gl.allocate_shared_memory(gl.float32, [PARTS, HEADS, _ROWS], S)
+    memory = (raw, rest, scales, valid, words, bias, parts, both)
+    top, count, sums, unseen = _walk(queries, span, rows0, rows1, memory, HEADS, TWO, 0, NATIVE)
     if unseen != unseen:
         # Addresses are computed again: those of the first walk would be kept, and spill.
         again = (opaque(span[0]), span[1], span[2])
-        top, count, sums, unseen = _walk(queries, again, rows0, rows1, memory, TWO, 1, NATIVE)
+        top, count, sums, unseen = _walk(
+            queries, again, rows0, rows1, memory, HEADS, TWO, 1, NATIVE
+        )
 
-    MMA: gl.constexpr = _MMA
-    head = head0 + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
-    channel = _channels(MMA)
+    MMA: gl.constexpr = _mma_layout(HEADS, gl.num_warps())
+    head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
+    channel = _channels(PARTS, MMA)
     if SPLIT:
         place = (token * total + at + split) * H
         left = sums_ptr + (place + head) * _SUMS

@@ -266,8 +266,8 @@ def _launch(
             int(first.lengths is not None), int(second.lengths is not None),
             int(sink is not None), scan.scale, to.empty_lse,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-            TWO=len(lists) > 1, SPLIT=total > 1, NATIVE=bool(scan.target.native_e4m3),
-            num_warps=tile.warps,
+            HEADS=tile.heads, TWO=len(lists) > 1, SPLIT=total > 1,
+            NATIVE=bool(scan.target.native_e4m3), num_warps=tile.warps,
         )  # fmt: skip
         return
     decode_kernel[(tokens * -(-heads // tile.heads) * splits,)](
