@@ -173,3 +173,38 @@ def test_nothing_compiled_leaves_no_mark(marked: Path) -> None:
     CompileMark(PURPOSE, CPU).leave([])
     assert not list(marked.glob("anymla-*"))
     assert not list(marked.glob(".anymla-*"))
+
+
+def test_a_mark_travels_with_its_kernels(
+    marked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernel_archive.export_kernels(tmp_path / "kernels.zip", "sm_90").marks == 1
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert not CompileMark(PURPOSE, CPU).is_valid()
+    assert kernel_archive.import_kernels(tmp_path / "kernels.zip").marks == 1
+    assert CompileMark(PURPOSE, CPU).is_valid()
+    for changed in CHANGES.values():
+        with monkeypatch.context() as patch:
+            changed(patch)
+            assert not CompileMark(PURPOSE, CPU).is_valid()
+
+
+def test_a_mark_that_is_there_stays(marked: Path, tmp_path: Path) -> None:
+    kernel_archive.export_kernels(tmp_path / "kernels.zip", "sm_90")
+    _mark(marked).write_text("{}")
+    kernel_archive.import_kernels(tmp_path / "kernels.zip")
+    assert _mark(marked).read_text() == "{}"
+
+
+@pytest.mark.parametrize("what", ["a kernel is gone", "for another device", "damaged"])
+def test_a_mark_without_its_kernels_stays_behind(marked: Path, tmp_path: Path, what: str) -> None:
+    words = json.loads(_mark(marked).read_text())
+    if what == "a kernel is gone":
+        shutil.rmtree(marked / words["kernels"][0])
+    elif what == "for another device":
+        words["made_for"]["target"]["arch"] = 80
+        _mark(marked).write_text(json.dumps(words))
+    else:
+        _mark(marked).write_text("[]")
+    shipped = kernel_archive.export_kernels(tmp_path / "kernels.zip", "sm_90")
+    assert (shipped.marks, shipped.kernels) == (0, 1 if what == "a kernel is gone" else 2)

@@ -217,6 +217,7 @@ def test_a_change_to_a_kernel_changes_the_digest(tmp_path: Path) -> None:
 
 
 KEY = "A" * 52
+MARK = f"anymla-{'0' * 32}.json"
 
 
 def _rewritten(archive: Path, folder: Path, change: object) -> Path:
@@ -245,6 +246,16 @@ def _add(name: str, held: bytes = b"x", mode: int = 0o644, listed: bool = True):
             kernel = manifest["kernels"].setdefault(key, {"metadata": rest, "files": {}})
             kernel["files"][rest] = hashlib.sha256(held).hexdigest()
             entries["manifest.json"] = 0, json.dumps(manifest).encode()
+
+    return change
+
+
+def _add_mark(name: str, held: bytes, digest: str = ""):
+    def change(entries: dict[str, tuple[int, bytes]]) -> None:
+        entries[name] = 0, held
+        manifest = _manifest(entries)
+        manifest["marks"] = {name: digest or hashlib.sha256(held).hexdigest()}
+        entries["manifest.json"] = 0, json.dumps(manifest).encode()
 
     return change
 
@@ -303,6 +314,11 @@ def _odd_target(entries: dict[str, tuple[int, bytes]]) -> None:
         (_add(f"{KEY}/x.cubin", bytes((64 << 20) + 1)), "larger than 64 MiB"),
         (_add(f"{KEY}/x.json", b"{}"), "is not for sm_90"),
         (_add(f"{KEY}/x.json", b"no JSON"), "not JSON"),
+        (_add(MARK, b"{}", listed=False), "lists other files"),
+        (_add_mark(MARK, b"[]"), "no archive of kernels"),
+        (_add_mark(MARK, b"{}", "0" * 64), "is damaged"),
+        (_add_mark(MARK, bytes((4 << 20) + 1)), "larger than 4 MiB"),
+        (_add_mark("../" + MARK, b"{}"), "no file of a kernel"),
         (_damaged, "is damaged"),
         (_without_manifest, "no manifest"),
         (_odd_manifest, "lacks what a manifest says"),

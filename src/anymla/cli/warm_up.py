@@ -95,8 +95,9 @@ def _warm_up(run: RunOptions, max_requests: int, max_seq_len: int, draft_tokens:
 
 def _tell(done: str, shipped: Shipped) -> None:
     known = f", {shipped.known} of them known" if shipped.known else ""
+    marks = f", {shipped.marks} marks of starts" if shipped.marks else ""
     blind = "" if shipped.compared else "; no GPU here to compare with"
     click.echo(
         f"{shipped.kernels} kernels for {shipped.device} {done}, {shipped.nbytes / 1e6:.1f} MB"
-        f"{known}{blind}"
+        f"{known}{marks}{blind}"
     )

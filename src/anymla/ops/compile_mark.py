@@ -25,10 +25,16 @@ import anymla.ops
 from anymla.formats.untrusted import Refused, parse_object, read_bytes
 from anymla.ops.compile_watch import VARIABLE as WATCH_VARIABLE
 from anymla.ops.device import INTERPRETED, has_triton, target_of
-from anymla.ops.kernel_archive import ArchiveError, cache_folder, is_whole, made_for, this_device
+from anymla.ops.kernel_archive import (
+    MOST_MARK,
+    ArchiveError,
+    cache_folder,
+    is_whole,
+    made_for,
+    this_device,
+)
 
 _FORMAT, _VERSION = "anymla-compiled", "1"
-_MOST_BYTES = 1 << 22
 # Variables of these programs may decide which kernels are launched. The others name places and
 # ports, or differ from one start to the next.
 _PROGRAMS = ("ANYMLA_", "VLLM_", "TRITON_", "CROSSRUN_")
@@ -56,7 +62,7 @@ class CompileMark:
         if place is None:
             return False
         try:
-            held = parse_object(read_bytes(place[0], _MOST_BYTES))
+            held = parse_object(read_bytes(place[0], MOST_MARK))
         except (OSError, Refused):
             return False
         kernels, folder = held.get("kernels"), place[0].parent

@@ -8,6 +8,9 @@ Triton's group files name absolute paths, so a copied cache is not found in anot
 stores kernels through Triton's own cache manager, each with its group last: a process that runs
 beside it finds a kernel whole or not at all.
 
+Marks of ``compile_mark`` travel with their kernels, so that the first start elsewhere need not look
+them up; a mark is judged where it is found.
+
 Host libraries, which Triton builds from its own sources at the first launch, are left out: a file
 from elsewhere holds no code for the CPU.
 """
@@ -26,7 +29,7 @@ import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ _MANIFEST = "manifest.json"
 _GROUP = "__grp__"
 _KEY = re.compile(r"[A-Z2-7]{52}")
 _NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
+_MARK = re.compile(r"anymla-[0-9a-f]{32}\.json")
+MOST_MARK = 1 << 22
 # Far above a server's kernels: some hundreds, a megabyte each with all their forms.
 _MOST_FILE, _MOST_BYTES, _MOST_FILES = 64 << 20, 8 << 30, 1 << 17
 _MOST_MANIFEST = 32 << 20
@@ -61,6 +66,7 @@ class Shipped:
         kernels: number of kernels in the file.
         nbytes: size of their files in bytes.
         known: number of kernels that the cache had before; 0 for an export.
+        marks: number of marks of kernels that were compiled together.
         compared: False if there is no device here to compare with.
     """
 
@@ -68,6 +74,7 @@ class Shipped:
     kernels: int
     nbytes: int
     known: int = 0
+    marks: int = 0
     compared: bool = True
 
 
@@ -118,15 +125,19 @@ def export_kernels(path: Path, device: str | None = None) -> Shipped:
                 nbytes += len(held)
                 _add(archive, f"{key}/{name}", held)
             kernels[key] = {"metadata": kernel.metadata, "files": digests}
+        marks = _marks(cache_folder(), dict(target), chosen.keys())
+        for name, held in marks.items():
+            _add(archive, name, held)
         manifest = {
             "format": _FORMAT,
             "version": _VERSION,
             "made_for": {"device": device, **made_for(target)},
             "target": dict(target),
             "kernels": kernels,
+            "marks": {name: hashlib.sha256(held).hexdigest() for name, held in marks.items()},
         }
         _add(archive, _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
-    return Shipped(device, len(kernels), nbytes)
+    return Shipped(device, len(kernels), nbytes, marks=len(marks))
 
 
 def import_kernels(path: Path) -> Shipped:
@@ -139,7 +150,7 @@ def import_kernels(path: Path) -> Shipped:
     """
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:
-            manifest, kernels = _checked(archive)
+            manifest, kernels, marks = _checked(archive)
             here = this_device()
             theirs, ours = manifest["made_for"], made_for(manifest["target"])
             ours["device"] = _device_name(here) if here else theirs.get("device", "")
@@ -147,14 +158,17 @@ def import_kernels(path: Path) -> Shipped:
                 raise ArchiveError(f"made for something else: {'; '.join(different)}")
             known = nbytes = 0
             for key, (metadata, digests) in kernels.items():
-                files = {name: _read(archive, key, name, digests[name]) for name in digests}
+                files = {n: _read(archive, f"{key}/{n}", digest) for n, digest in digests.items()}
                 nbytes += sum(map(len, files.values()))
                 known += not _store(key, metadata, files)
+            for name, digest in marks.items():
+                _store_mark(cache_folder() / name, _read(archive, name, digest))
     except ArchiveError as error:
         raise ArchiveError(f"{path}: {error}") from None
     except (Refused, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise ArchiveError(f"{path}: no archive of kernels ({error})") from error
-    return Shipped(ours["device"], len(kernels), nbytes, known, here is not None)
+    compared = here is not None
+    return Shipped(ours["device"], len(kernels), nbytes, known, len(marks), compared)
 
 
 def cache_folder() -> Path:
@@ -176,6 +190,23 @@ def _cached_kernels(folder: Path) -> dict[str, _Kernel]:
     for place in folder.iterdir() if folder.is_dir() else ():
         if _KEY.fullmatch(place.name) and (kernel := _kernel(place)) is not None:
             found[place.name] = kernel
+    return found
+
+
+def _marks(folder: Path, target: dict[str, Any], kernels: Collection[str]) -> dict[str, bytes]:
+    """Return the marks of a cache for a target, by name, whose kernels are all among these."""
+    found = {}
+    for place in sorted(folder.iterdir()):
+        if not _MARK.fullmatch(place.name) or place.is_symlink():
+            continue
+        try:
+            held = read_bytes(place, MOST_MARK)
+            words = parse_object(held)
+            fits = words["made_for"]["target"] == target and set(words["kernels"]) <= set(kernels)
+        except (OSError, Refused, KeyError, TypeError):
+            continue
+        if fits:
+            found[place.name] = held
     return found
 
 
@@ -313,8 +344,13 @@ def _add(archive: zipfile.ZipFile, name: str, held: bytes) -> None:
     archive.writestr(entry, held)
 
 
-def _checked(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the manifest, and metadata's name and digests by key; every file is as it says."""
+def _checked(
+    archive: zipfile.ZipFile,
+) -> tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]], dict[str, Any]]:
+    """Return the manifest, metadata's name and digests by key, and digests of marks by name.
+
+    Every file is as the manifest says.
+    """
     entries = {entry.filename: entry for entry in archive.infolist()}
     if len(entries) != len(archive.infolist()):
         raise ArchiveError("holds two files of one name")
@@ -336,26 +372,31 @@ def _checked(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, Any]]:
             str(key): (str(each["metadata"]), dict(each["files"]))
             for key, each in manifest["kernels"].items()
         }
+        marks = dict(manifest["marks"])
         manifest["made_for"] = {str(k): str(v) for k, v in manifest["made_for"].items()}
         manifest["target"] = dict(manifest["target"])
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ArchiveError("its manifest lacks what a manifest says") from None
     listed = {f"{key}/{name}" for key, (_, files) in kernels.items() for name in files}
+    listed |= marks.keys()
     if listed != entries.keys() - {_MANIFEST}:
         raise ArchiveError("its manifest lists other files than it holds")
     for key, (metadata, digests) in kernels.items():
         if metadata not in digests:
             raise ArchiveError(f"{key} has no metadata")
         for name, digest in digests.items():
-            held = _read(archive, key, name, digest)
+            held = _read(archive, f"{key}/{name}", digest)
             if name == metadata and parse_object(held).get("target") != manifest["target"]:
                 raise ArchiveError(f"{key} is not for {manifest['made_for'].get('device')}")
-    return manifest, kernels
+    for name, digest in marks.items():
+        parse_object(_read(archive, name, digest))
+    return manifest, kernels, marks
 
 
 def _check_entry(name: str, entry: zipfile.ZipInfo) -> None:
     key, _, rest = name.partition("/")
-    if name != _MANIFEST and not (_KEY.fullmatch(key) and _NAME.fullmatch(rest)):
+    of_kernel = _KEY.fullmatch(key) and _NAME.fullmatch(rest)
+    if name != _MANIFEST and not _MARK.fullmatch(name) and not of_kernel:
         raise ArchiveError(f"holds {name[:100]!r}, which is no file of a kernel")
     if rest in (".", "..") or rest.endswith((".so", ".dylib", ".pyd")):
         raise ArchiveError(f"holds {name!r}, which is no file of a kernel")
@@ -363,14 +404,15 @@ def _check_entry(name: str, entry: zipfile.ZipInfo) -> None:
         raise ArchiveError(f"holds {name!r}, which is a link or no file")
     if entry.flag_bits & 1:
         raise ArchiveError(f"holds {name!r}, which is encrypted")
-    if entry.file_size > _MOST_FILE:
-        raise ArchiveError(f"holds {name!r}, which is larger than {_MOST_FILE >> 20} MiB")
+    most = MOST_MARK if _MARK.fullmatch(name) else _MOST_FILE
+    if entry.file_size > most:
+        raise ArchiveError(f"holds {name!r}, which is larger than {most >> 20} MiB")
 
 
-def _read(archive: zipfile.ZipFile, key: str, name: str, digest: Any) -> bytes:
-    held = archive.read(f"{key}/{name}")
+def _read(archive: zipfile.ZipFile, name: str, digest: Any) -> bytes:
+    held = archive.read(name)
     if hashlib.sha256(held).hexdigest() != digest:
-        raise ArchiveError(f"{key}/{name} is damaged")
+        raise ArchiveError(f"{name} is damaged")
     return held
 
 
@@ -385,3 +427,10 @@ def _store(key: str, metadata: str, files: Mapping[str, bytes]) -> bool:
         return False
     manager.put_group(metadata, {name: manager.put(held, name) for name, held in files.items()})
     return True
+
+
+def _store_mark(place: Path, held: bytes) -> None:
+    """Write a mark, whole or not at all, where there is none of this name."""
+    if not place.exists():
+        with _written_beside(place) as file:
+            file.write(held)
