@@ -1,6 +1,7 @@
 """Time decode kernels of all GPUs in every tile and split that ``decode_config`` may choose.
 
-``python -m crossrun.ptx sm_80 python -m lab.decode_tiles rows.jsonl`` does so for an older target.
+``python -m crossrun.ptx sm_80 python -m lab.decode_tiles rows.jsonl`` does so for an older target;
+with ``copied`` behind it for the tiles that ``COPIED_TIMES`` describes alone, at their shapes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,14 @@ SHAPES: list[Shape] = [
     (64, 77, 1024), (64, 8, 1024), (64, 32, 512), (128, 24, 1024), (8, 64, 1024), (16, 128, 512),
     (32, 96, 700), (8, 8, 1024), (16, 16, 1024),
 ]  # fmt: skip
-SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
+# Beside those, for tiles of copied rows: where their choice changes.
+COPIED_SHAPES: list[Shape] = [
+    (64, 64, 512), (64, 256, 512), (64, 256, 1024), (64, 1, 512), (64, 2, 1024), (64, 16, 128),
+    (64, 128, 128), (128, 64, 512), (128, 256, 512), (128, 1, 512), (128, 8, 1024), (96, 40, 512),
+    (48, 64, 1024), (32, 64, 512), (32, 256, 1024), (32, 8, 512), (32, 2, 1024), (24, 128, 512),
+    (16, 64, 512),
+]  # fmt: skip
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24)
 
 
 def shapes(seed: int, count: int = 26) -> Iterator[Shape]:
@@ -44,10 +52,15 @@ def shapes(seed: int, count: int = 26) -> Iterator[Shape]:
         yield heads, tokens, draw.choice([128, 512, 1024, 2048])
 
 
-def tiles(target: Target) -> Iterator[Tile]:
-    """Yield tiles with rows loaded ahead and not; those that do not fit a target raise there."""
+def copied_tiles() -> Iterator[Tile]:
+    """Yield the tiles of copied rows."""
     for heads, times in COPIED_TIMES.items():
         yield Tile(heads, COPIED_ROWS, times.warps, copied=True)
+
+
+def tiles(target: Target) -> Iterator[Tile]:
+    """Yield tiles with rows loaded ahead and not; those that do not fit a target raise there."""
+    yield from copied_tiles()
     words = (False,) if target.native_e4m3 else (False, True)
     for heads, keys, warps in ((16, 32, 4), (16, 32, 8), (16, 64, 8), (32, 32, 8), (32, 64, 8)):
         yield Tile(heads, keys, warps)
@@ -93,14 +106,16 @@ def timed(made: list[Callable[[], Any]], tile: Tile, splits: int, clock: Any) ->
         return float(clock.time_us(made))
 
 
-def measured(target: Target, clock: Any, seed: int) -> Iterator[dict[str, Any]]:
+def measured(
+    clock: Any, chosen: Iterable[Shape], candidates: Sequence[Tile]
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each shape and tile, with the microseconds by number of splits."""
     from triton.runtime.errors import OutOfResources
 
-    for shape in shapes(seed):
+    for shape in chosen:
         heads, tokens, slots = shape
         made = calls(shape, clock.device)
-        for tile in tiles(target):
+        for tile in candidates:
             steps = -(-(WINDOW + slots) // tile.keys)
             if tile.heads >= 2 * max(heads, 16):
                 continue
@@ -118,13 +133,17 @@ def measured(target: Target, clock: Any, seed: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def main(path: Path, seed: int = 7) -> None:
-    """Append the rows of this device to a file."""
+def main(path: Path, only: str = "", seed: int = 7) -> None:
+    """Append the rows of this device to a file; ``only`` may be "copied"."""
     clock = gpu_clock()
-    facts = environment("python -m lab.decode_tiles") | device_facts()
-    for row in measured(target_of(clock.device), clock, seed):
+    facts = environment(f"python -m lab.decode_tiles ROWS {only}".strip()) | device_facts()
+    if only:
+        rows = measured(clock, [*SHAPES, *COPIED_SHAPES], list(copied_tiles()))
+    else:
+        rows = measured(clock, shapes(seed), list(tiles(target_of(clock.device))))
+    for row in rows:
         append_lines(path, [row | facts])
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "".join(sys.argv[2:3]))
