@@ -495,6 +495,7 @@ class CopiedTimes:
         call: fixed time of every call.
         start: time to start and end a CTA that has an SM to itself.
         step: time of a step of such a CTA.
+        native_step: the same where an instruction converts e4m3.
         shared: factor of both where two CTAs share an SM.
         combine: fixed time of the combine kernel, as far as ``call`` does not have it.
         partial: time to combine one head of one split.
@@ -504,20 +505,22 @@ class CopiedTimes:
     call: float
     start: float
     step: float
+    native_step: float
     shared: float
     combine: float
     partial: float
 
 
 # V4's rows on other NVIDIA GPUs, by heads of a tile: least squares over 404 calls of 23 shapes,
-# each in up to 11 numbers of splits, as sm_80 on an H200. The fits are off by 3 %; as sm_89 steps
-# are 0.86, 0.98 and 0.92 times as long. 32 heads by 8 warps were at most 2 % faster than the best
-# of these, 16 rows a step and two or three copied blocks in flight slower. CTAs have 59, 59 and 83
-# KiB of shared memory: an SM with 100 KiB (sm_86, sm_89, sm_120) holds one of any.
+# each in up to 11 numbers of splits, as sm_80 on an H200, of which the fits are off by 3 %; steps
+# of the other column as sm_89. Of 28 shapes, 10 of them others, what is chosen as sm_80 is within
+# 1 % of the fastest. 32 heads by 8 warps were at most 5 % faster than the best of these, 16 rows a
+# step and two or three copied blocks in flight slower. CTAs have 59, 59 and 83 KiB of shared
+# memory: an SM with 100 KiB (sm_86, sm_89, sm_120) holds one of any.
 COPIED_TIMES = {
-    16: CopiedTimes(4, 3.2, 2.5, 1.64, 1.5, 0.5, 0.00048),
-    32: CopiedTimes(4, 2.7, 6.0, 3.05, 1.3, -0.9, 0.00062),
-    64: CopiedTimes(8, 5.8, 6.3, 3.48, 1.0, -2.6, 0.00081),
+    16: CopiedTimes(4, 3.2, 2.5, 1.64, 1.40, 1.5, 0.5, 0.00048),
+    32: CopiedTimes(4, 2.7, 6.0, 3.05, 2.99, 1.3, -0.9, 0.00062),
+    64: CopiedTimes(8, 5.8, 6.3, 3.48, 3.22, 1.0, -2.6, 0.00081),
 }
 COPIED_ROWS = 32  # rows in a step of them
 # Other coded rows there: a block is loaded while the one before is computed. 16 heads by words and
@@ -663,17 +666,23 @@ def _copied_tile(heads: int, keys: int, tokens: int | None, target: Target) -> T
     steps, sm_count = max(1, -(-keys // COPIED_ROWS)), target.sm_count
 
     def duration(tile: Tile) -> float:
-        ctas = tokens * -(-heads // tile.heads)
-        return min(_copied_us(ctas, steps, each, tile, sm_count) for each in _split_counts(steps))
+        ctas, native = tokens * -(-heads // tile.heads), bool(target.native_e4m3)
+        return min(
+            _copied_us(ctas, steps, each, tile, sm_count, native=native)
+            for each in _split_counts(steps)
+        )
 
     return min(tiles, key=duration)
 
 
-def _copied_us(ctas: int, steps: int, splits: int, tile: Tile, sm_count: int) -> float:
+def _copied_us(
+    ctas: int, steps: int, splits: int, tile: Tile, sm_count: int, *, native: bool = False
+) -> float:
     """Predict a call's time in microseconds from ``COPIED_TIMES``; arguments as below."""
     times = COPIED_TIMES[tile.heads]
+    step = times.native_step if native else times.step
     us = times.call + _waves(ctas * splits, tile, sm_count, times.shared) * (
-        times.start + -(-steps // splits) * times.step
+        times.start + -(-steps // splits) * step
     )
     partials = ctas * tile.heads * splits
     return us + (times.combine + partials * times.partial) * (splits > 1)
