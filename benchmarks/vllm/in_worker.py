@@ -8,33 +8,13 @@ from __future__ import annotations
 
 import collections
 import random
-import re
 from typing import Any
 
 import random_model
 import torch
+from kernel_parts import part_of
 
 random_model.register_loader()
-# Parts of a step by kernels' names, vLLM's and anymla's.
-PARTS = {
-    "all-reduce": r"all_reduce|AllReduce|cross_device_reduce|ncclDevKernel|AllGather|all_gather",
-    "experts' products": r"marlin_moe|Marlin|grouped_gemm_kernel",
-    "experts, rest": r"moe_align|count_and_sort|moe_sum|align_and_quantize|^combine_kernel|silu"
-    r"|act_and_mul|swiglu",
-    "router": r"topkGating|ll_bf16|LLBf16|route_kernel|logits_kernel|dsv4_topk",
-    "FP8 products": r"sm90_fp8_gemm|warp_split|fp8_wgmma|fp8_gemm|swap_ab_kernel",
-    "quantise": r"per_token_group_quant|quantize_rows|inv_rope|inverse_rope",
-    "hyper-connections": r"mhc|collapse|mix_kernel|tf32_hc|prenorm|hc_|expand_kernel|post_kernel",
-    "attention": r"flash_fwd|get_mla_metadata|combine_splits|combine_stream|decode_m64|decode_swap"
-    r"|plan_work|prefill|gather_sequences",
-    "indexer": r"scores_kernel|topk|select|mqa_logits|indexer",
-    "norm, rope, cache": r"norm|rope|insert|compress|save_partial",
-    "other products": r"gemm|cutlass|nvjet|splitK",
-}
-
-
-def _part(name: str) -> str:
-    return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
 
 
 def _listened() -> list[str]:
@@ -156,7 +136,7 @@ class InWorker:
             alone = max(0, last - max(first, end))
             end = max(end, last)
             busy += alone
-            parts[_part(name)] += alone / count / 1e3
+            parts[part_of(name)] += alone / count / 1e3
             names[name[:80]] += (last - first) / count / 1e3
         return {
             "busy_us": busy / count / 1e3,
