@@ -128,6 +128,11 @@ class AnymlaDeepseekV41(DeepseekV41LLMForCausalLM):
             _LOG.info_once("anymla: the text model alone, images are not read", scope="global")
         # Bounded replay would run the last layers on fewer tokens than the step has, which bypasses
         # their adapters.
+        if vllm_config.cache_config.swa_bounded_replay:
+            _LOG.info_once(
+                "anymla: bounded replay, an approximation that shortens prompts' steps, is off",
+                scope="global",
+            )
         vllm_config.cache_config.swa_bounded_replay = False
         with _anymla_layers(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
