@@ -678,7 +678,11 @@ def _copied_tile(heads: int, keys: int, tokens: int | None, target: Target) -> T
 def _copied_us(
     ctas: int, steps: int, splits: int, tile: Tile, sm_count: int, *, native: bool = False
 ) -> float:
-    """Predict a call's time in microseconds from ``COPIED_TIMES``; arguments as below."""
+    """Predict a call's time in microseconds from ``COPIED_TIMES``.
+
+    Arguments are those of ``_splits_by_waves``; ``native`` is True where Triton converts e4m3 by an
+    instruction.
+    """
     times = COPIED_TIMES[tile.heads]
     step = times.native_step if native else times.step
     us = times.call + _waves(ctas * splits, tile, sm_count, times.shared) * (
