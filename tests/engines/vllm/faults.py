@@ -117,7 +117,12 @@ def best_entry_missed(model: Any) -> Undo:
 
 
 def page_freed_early(model: Any) -> Undo:
-    """The first entries of every request are written over by one another."""
+    """The first entries of every request are written over by one another.
+
+    They are all that the shorter of ``audited.py``'s prompts has, 40 tokens: the audit looks again
+    at some that it draws, and what it draws depends on how many steps there were before.
+    """
+    entries = 40 // 4
     layer = next(
         m
         for m in model.modules()
@@ -131,7 +136,7 @@ def page_freed_early(model: Any) -> Undo:
         if isinstance(metadata, dict):
             data = get_layout(MAIN_FP8).planes(layer.kv_cache)[0]
             for page in set(metadata[layer.prefix].block_table[:, 0].tolist()):
-                data[page, :8] = data[page, :8].roll(1, 0)
+                data[page, :entries] = data[page, :entries].roll(1, 0)
 
     layer.forward_mqa = run
     return lambda: setattr(layer, "forward_mqa", forward)
