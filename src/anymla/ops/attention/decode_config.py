@@ -513,7 +513,7 @@ class CopiedTimes:
 
 # V4's rows on other NVIDIA GPUs, by heads of a tile: least squares over 404 calls of 23 shapes,
 # each in up to 11 numbers of splits, as sm_80 on an H200, of which the fits are off by 3 %; steps
-# of the other column as sm_89. Of 28 shapes, 10 of them others, what is chosen as sm_80 is within
+# of the other column as sm_89. Of 28 shapes, 5 of them others, what is chosen as sm_80 is within
 # 1 % of the fastest. 32 heads by 8 warps were at most 5 % faster than the best of these, 16 rows a
 # step and two or three copied blocks in flight slower. CTAs have 59, 59 and 83 KiB of shared
 # memory: an SM with 100 KiB (sm_86, sm_89, sm_120) holds one of any.
