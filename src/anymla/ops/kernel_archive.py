@@ -29,7 +29,8 @@ import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from anymla.formats.files import naming
 from anymla.formats.untrusted import Refused, open_file, parse_object, read_bytes
 from anymla.ops.device import has_triton
 
-_FORMAT, _VERSION = "anymla-kernels", "1"
+_FORMAT, _VERSION = "anymla-kernels", "2"
 _MANIFEST = "manifest.json"
 _GROUP = "__grp__"
 _KEY = re.compile(r"[A-Z2-7]{52}")
@@ -193,7 +194,7 @@ def _cached_kernels(folder: Path) -> dict[str, _Kernel]:
     return found
 
 
-def _marks(folder: Path, target: dict[str, Any], kernels: Collection[str]) -> dict[str, bytes]:
+def _marks(folder: Path, target: dict[str, Any], kernels: AbstractSet[str]) -> dict[str, bytes]:
     """Return the marks of a cache for a target, by name, whose kernels are all among these."""
     found = {}
     for place in sorted(folder.iterdir()):
@@ -202,7 +203,7 @@ def _marks(folder: Path, target: dict[str, Any], kernels: Collection[str]) -> di
         try:
             held = read_bytes(place, MOST_MARK)
             words = parse_object(held)
-            fits = words["made_for"]["target"] == target and set(words["kernels"]) <= set(kernels)
+            fits = words["made_for"]["target"] == target and set(words["kernels"]) <= kernels
         except (OSError, Refused, KeyError, TypeError):
             continue
         if fits:
