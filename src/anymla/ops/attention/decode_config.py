@@ -511,12 +511,13 @@ class CopiedTimes:
     partial: float
 
 
-# V4's rows on other NVIDIA GPUs, by heads of a tile: least squares over 404 calls of 23 shapes,
-# each in up to 11 numbers of splits, as sm_80 on an H200, of which the fits are off by 3 %; steps
-# of the other column as sm_89. Of 28 shapes, 5 of them others, what is chosen as sm_80 is within
-# 1 % of the fastest. 32 heads by 8 warps were at most 5 % faster than the best of these, 16 rows a
-# step and two or three copied blocks in flight slower. CTAs have 59, 59 and 83 KiB of shared
-# memory: an SM with 100 KiB (sm_86, sm_89, sm_120) holds one of any.
+# V4's rows on other NVIDIA GPUs, by heads of a tile: least squares over 404 calls of 23 shapes as
+# sm_80 on an H200; steps of the other column as sm_89. Of 28 shapes timed later, 5 of them others,
+# in up to 13 cuts, they are off by 7 % (root mean square), by 4 % where a cut takes at most 1.3
+# times the fastest's time; what is chosen as sm_80 is within 1 % of the fastest (one cut was not
+# timed). 32 heads by 8 warps were at most 5 % faster than the best of these, 16 rows a step and two
+# or three copied blocks in flight slower. CTAs have 59, 59 and 83 KiB of shared memory: an SM with
+# 100 KiB (sm_86, sm_89, sm_120) holds one of any.
 COPIED_TIMES = {
     16: CopiedTimes(4, 3.2, 2.5, 1.64, 1.40, 1.5, 0.5, 0.00048),
     32: CopiedTimes(4, 2.7, 6.0, 3.05, 2.99, 1.3, -0.9, 0.00062),
