@@ -129,7 +129,7 @@ def test_the_kernel_copies_again_with_other_rows_and_values() -> None:
     control = torch.tensor([9, 1, 4, 0, 0], dtype=torch.int64, device=device)
 
     def replay() -> None:
-        copy_rows_kernel[(2, 2)](table, control, arena, marks, 1, ROWS=2, BLOCK=16)
+        copy_rows_kernel[(2, 2)](table, control, arena, marks, 1, ROWS=2, BLOCK=16, PDL=False)
 
     replay()
     assert (arena == -1).all()
@@ -169,3 +169,35 @@ def test_a_captured_graph_records_what_each_replay_computes() -> None:
         kept.choose(step, rows, ["b"])
         graph.replay()
         assert same(read(kept, "b", step), want, rows)
+
+
+@pytest.mark.gpu
+def test_a_graph_copies_between_kernels_that_start_early() -> None:
+    """Each copy waits for the kernel that writes its rows, and the next writer for the copy."""
+    from anymla.ops.kv_cache import dequant_gather_slots, quantize_and_insert_k_cache
+
+    device, entries, steps = torch.device("cuda"), 64, 8
+    many = torch.arange(64 * entries, dtype=torch.int32, device=device)
+    cache = torch.zeros(64, entries, 584, dtype=torch.uint8, device=device)
+    rows = torch.randn(len(many), 512, device=device).bfloat16()
+    quantize_and_insert_k_cache(rows, cache, many.long())
+    orders = [many[torch.randperm(len(many), device=device)] for _ in range(steps)]
+    kept = RowRecorder(device, 2, ["a"], steps * 2 * 1024)
+    x = torch.empty(len(many), 512, dtype=torch.bfloat16, device=device)
+    expected = []
+    for slots in orders:  # compiles
+        dequant_gather_slots(x, cache, slots)
+        expected.append(x.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for step, slots in enumerate(orders):
+            dequant_gather_slots(x, cache, slots)
+            kept.note("a", f"x{step}", x)
+            kept.flush()
+    for step, chosen in enumerate(([0, len(many) - 1], [17, 2048])):
+        kept.choose(step, chosen, ["a"])
+        graph.replay()
+        for each, want in enumerate(expected):
+            got = kept.last("a", f"x{each}")
+            assert got is not None
+            assert torch.equal(got, want[chosen]), f"step {each}"

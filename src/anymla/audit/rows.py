@@ -202,6 +202,7 @@ class RowRecorder:
 
     def _launch_kernel(self, table: Tensor, section: int) -> None:
         from anymla.audit.triton_rows import copy_rows_kernel
+        from anymla.ops.pdl import pdl_launch
 
         copy_rows_kernel[(len(table), self.rows)](
             table,
@@ -212,6 +213,7 @@ class RowRecorder:
             ROWS=self.rows,
             BLOCK=_BLOCK,
             num_warps=8,
+            **pdl_launch(self._device),
         )
 
     def _send(self, target: Tensor, values: Sequence[int] | Sequence[Sequence[int]]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anymla.ops.pdl import gdc_launch_dependents, gdc_wait
+
 # Fields in a row of the table; the last pads it to 16 bytes, so that no launch differs in
 # alignment.
 FIELDS = tl.constexpr(6)
@@ -19,12 +21,16 @@ def copy_rows_kernel(
     section,  # whose flag counts
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Copy row ``control[1 + row]`` of the entry's tensor to ``target + row * length``.
 
     The grid is (entries, rows). Addresses are in bytes, all else in words of four bytes. The step
     is stored at the entry's mark.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if tl.load(control + 1 + ROWS + section) != 0:
         entry = table + tl.program_id(0) * FIELDS
         row = tl.program_id(1)
