@@ -2,12 +2,14 @@
 
 import inspect
 import os
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from anymla.ops import compile_ahead
 from anymla.ops.compile_ahead import _cores, _in_turn
 
 pytest.importorskip("triton")
@@ -77,6 +79,40 @@ def test_a_kernel_that_does_not_compile_is_raised() -> None:
             _in_turn(pool, rank, 2, print) as mode,
         ):
             submit(mode, "kernel", fails, lambda _: None)
+
+
+def test_triton_builds_launchers_up_to_3_6() -> None:
+    import triton
+
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    assert compile_ahead.builds_launchers() == (release < (3, 7))
+
+
+def test_a_launcher_is_built_once_for_each_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be built is left to the launch, which raises."""
+    from triton.runtime import driver
+
+    built: list[Any] = []
+
+    def launcher(source: Any, metadata: Any) -> None:
+        built.append(source.signature)
+        raise RuntimeError("no compiler")
+
+    def kernel(*types_of: str, descriptors: Any = None) -> Any:
+        source = types.SimpleNamespace(signature=dict(enumerate(types_of)))
+        metadata = types.SimpleNamespace(tensordesc_meta=descriptors)
+        return types.SimpleNamespace(src=source, metadata=metadata)
+
+    kernels = [kernel("*fp32", "i32"), kernel("*fp32", "i64"), kernel("*fp32", "i32")]
+    kernels += [kernel("*fp32", "i32", descriptors=[{"swizzle": 1}])]
+    active = types.SimpleNamespace(launcher_cls=launcher)
+    monkeypatch.setattr(type(driver), "active", property(lambda _: active))
+    for needed, count in ((False, 0), (True, 3)):
+        monkeypatch.setattr(compile_ahead, "builds_launchers", lambda needed=needed: needed)
+        launchers = compile_ahead.Launchers()
+        for each in kernels:
+            launchers.build(each)
+        assert len(built) == count
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")

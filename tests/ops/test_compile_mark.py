@@ -178,6 +178,7 @@ def test_nothing_compiled_leaves_no_mark(marked: Path) -> None:
 def test_a_mark_travels_with_its_kernels(
     marked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernel_archive, "builds_launchers", lambda: False)
     assert kernel_archive.export_kernels(tmp_path / "kernels.zip", "sm_90").marks == 1
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert not CompileMark(PURPOSE, CPU).is_valid()
@@ -189,7 +190,18 @@ def test_a_mark_travels_with_its_kernels(
             assert not CompileMark(PURPOSE, CPU).is_valid()
 
 
-def test_a_mark_that_is_there_stays(marked: Path, tmp_path: Path) -> None:
+def test_a_mark_stays_where_kernels_have_host_libraries(
+    marked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not travel, so that the next start has to look its kernels up to build them."""
+    monkeypatch.setattr(kernel_archive, "builds_launchers", lambda: True)
+    assert kernel_archive.export_kernels(tmp_path / "kernels.zip", "sm_90").marks == 0
+
+
+def test_a_mark_that_is_there_stays(
+    marked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_archive, "builds_launchers", lambda: False)
     kernel_archive.export_kernels(tmp_path / "kernels.zip", "sm_90")
     _mark(marked).write_text("{}")
     kernel_archive.import_kernels(tmp_path / "kernels.zip")
@@ -197,7 +209,10 @@ def test_a_mark_that_is_there_stays(marked: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["a kernel is gone", "for another device", "damaged"])
-def test_a_mark_without_its_kernels_stays_behind(marked: Path, tmp_path: Path, what: str) -> None:
+def test_a_mark_without_its_kernels_stays_behind(
+    marked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(kernel_archive, "builds_launchers", lambda: False)
     words = json.loads(_mark(marked).read_text())
     if what == "a kernel is gone":
         shutil.rmtree(marked / words["kernels"][0])

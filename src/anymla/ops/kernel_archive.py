@@ -8,11 +8,10 @@ Triton's group files name absolute paths, so a copied cache is not found in anot
 stores kernels through Triton's own cache manager, each with its group last: a process that runs
 beside it finds a kernel whole or not at all.
 
-Marks of ``compile_mark`` travel with their kernels, so that the first start elsewhere need not look
-them up; a mark is judged where it is found.
-
-Host libraries, which Triton builds from its own sources at the first launch, are left out: a file
-from elsewhere holds no code for the CPU.
+Host libraries, which Triton up to 3.6 builds from its own sources, are left out: a file from
+elsewhere holds no code for the CPU. Where there are none, marks of ``compile_mark`` travel with
+their kernels, so that the first start elsewhere need not look them up; a mark is judged where it is
+found. Elsewhere that start looks the kernels up, and builds the libraries on all cores.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from typing import Any
 import anymla.ops
 from anymla.formats.files import naming
 from anymla.formats.untrusted import Refused, open_file, parse_object, read_bytes
+from anymla.ops.compile_ahead import builds_launchers
 from anymla.ops.device import has_triton
 
 _FORMAT, _VERSION = "anymla-kernels", "2"
@@ -126,7 +126,9 @@ def export_kernels(path: Path, device: str | None = None) -> Shipped:
                 nbytes += len(held)
                 _add(archive, f"{key}/{name}", held)
             kernels[key] = {"metadata": kernel.metadata, "files": digests}
-        marks = _marks(cache_folder(), dict(target), chosen.keys())
+        marks = {}
+        if not builds_launchers():
+            marks = _marks(cache_folder(), dict(target), chosen.keys())
         for name, held in marks.items():
             _add(archive, name, held)
         manifest = {

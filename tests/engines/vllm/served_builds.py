@@ -1,9 +1,10 @@
-"""What random traffic compiles after a rehearsal: ``served_builds.py ANSWER.json [--apart]``.
+"""What random traffic compiles after a rehearsal: ``served_builds.py ANSWER.json``.
 
 On the model of ``host_calls.py``, by a machine that says it is an H200. Nothing is compiled: builds
 are what Triton would be asked for. Steps are those that no graph replays: prefills, first chunks
 and later ones, beside requests that decode, with drafts or without, and decodes of any number. With
-``--apart`` prefills are not rehearsed behind decodes.
+``--apart`` prefills are not rehearsed behind decodes; with ``--two-ranks`` the model is the first
+of two tensor parallel ranks, which exchange nothing.
 """
 
 from __future__ import annotations
@@ -54,6 +55,37 @@ def form(source: Any) -> str:
     return f"{source.fn.__name__} {constants} {source.signature} {hints}"
 
 
+class TwoRanks:
+    """Stand for vLLM's tensor parallel group of two, seen by the first."""
+
+    world_size, rank, rank_in_group, local_rank = 2, 0, 0, 0
+    ranks = (0, 1)
+    device_group = cpu_group = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As many values, in new memory."""
+        return torch.empty_like(x)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Twice the values, in new memory."""
+        shape = list(x.shape)
+        shape[dim] *= self.world_size
+        return x.new_empty(shape)
+
+
+def join_two(config: Any, store: Path) -> None:
+    """Join vLLM's groups of one rank, but for the tensor parallel one."""
+    from vllm import _custom_ops
+    from vllm.distributed import parallel_state
+
+    join_alone(config, store)
+    parallel_state._TP = TwoRanks()
+    _custom_ops.vocab_parallel_embedding = lambda ids, weight, *_: weight.new_empty(
+        (len(ids), weight.shape[1])
+    )
+    config.parallel_config.tensor_parallel_size = TwoRanks.world_size
+
+
 def main(answer: Path, *, apart: bool) -> None:
     """Rehearse, serve, and write the builds of both."""
     from anymla.engines.vllm.warm_up import Rehearsal
@@ -92,10 +124,14 @@ def main(answer: Path, *, apart: bool) -> None:
             compiled += [(*served, each) for each in builds]
             builds.clear()
     found = {"rehearsed": rehearsed, "compiled": compiled, "launches": sum(launches.values())}
+    found["heads"] = step.layers[0].n_local_heads
     answer.write_text(json.dumps(found))
 
 
+join_alone = pretended.join_alone
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
     pretended.pretend()
+    if "--two-ranks" in sys.argv:
+        pretended.join_alone = join_two
     main(Path(sys.argv[1]), apart="--apart" in sys.argv)

@@ -45,6 +45,15 @@ def test_random_traffic_compiles_nothing(tmp_path: Path, other: bool) -> None:
     assert found["compiled"] == []
 
 
+def test_random_traffic_compiles_nothing_on_a_rank_of_two(tmp_path: Path) -> None:
+    """Its layers have half of the heads and channels, and other kernels."""
+    found = look_up("served_builds.py", tmp_path, "force", "--two-ranks")
+    assert len(found["rehearsed"]) > 120
+    assert found["launches"] > 10_000
+    assert found["compiled"] == []
+    assert found["heads"] == 32
+
+
 def test_prefills_behind_decodes_are_rehearsed_for_a_reason(tmp_path: Path) -> None:
     """Without them the same traffic finds kernels that were not compiled."""
     found = look_up("served_builds.py", tmp_path, "force", "--apart")
