@@ -1,11 +1,13 @@
 """Time decode kernels of all GPUs in every tile and split that ``decode_config`` may choose.
 
 ``python -m crossrun.ptx sm_80 python -m lab.decode_tiles rows.jsonl`` does so for an older target;
-with ``copied`` behind it for the tiles that ``COPIED_TIMES`` describes alone, at their shapes.
+with ``copied`` behind it for the tiles of copied rows alone, at their shapes, and a number of heads
+behind that for the tiles of so many.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import sys
@@ -23,7 +25,7 @@ from anymla.bench.report import append_lines
 from anymla.formats.page_layout import MAIN_FP8, get_layout
 from anymla.ops.attention import CacheRows, sparse_attention
 from anymla.ops.attention import triton_decode_launch as launch
-from anymla.ops.attention.decode_config import COPIED_ROWS, COPIED_TIMES, Tile
+from anymla.ops.attention.decode_config import Tile, copied_tiles
 from anymla.ops.device import Target, target_of
 
 Shape = tuple[int, int, int]  # heads, tokens, slots beside a window of 128
@@ -52,15 +54,15 @@ def shapes(seed: int, count: int = 26) -> Iterator[Shape]:
         yield heads, tokens, draw.choice([128, 512, 1024, 2048])
 
 
-def copied_tiles() -> Iterator[Tile]:
-    """Yield the tiles of copied rows."""
-    for heads, times in COPIED_TIMES.items():
-        yield Tile(heads, COPIED_ROWS, times.warps, copied=True)
+def all_copied_tiles() -> list[Tile]:
+    """List the tiles of copied rows; those that do not fit a target raise there."""
+    found = [tile for large in (False, True) for tile in copied_tiles(64, large=large)]
+    return list(dict.fromkeys(dataclasses.replace(tile, per_sm=1) for tile in found))
 
 
 def tiles(target: Target) -> Iterator[Tile]:
     """Yield tiles with rows loaded ahead and not; those that do not fit a target raise there."""
-    yield from copied_tiles()
+    yield from all_copied_tiles()
     words = (False,) if target.native_e4m3 else (False, True)
     for heads, keys, warps in ((16, 32, 4), (16, 32, 8), (16, 64, 8), (32, 32, 8), (32, 64, 8)):
         yield Tile(heads, keys, warps)
@@ -133,12 +135,21 @@ def measured(
             }  # fmt: skip
 
 
-def main(path: Path, only: str = "", seed: int = 7) -> None:
-    """Append the rows of this device to a file; ``only`` may be "copied"."""
+def main(path: Path, only: str = "", heads: int = 0, seed: int = 7) -> None:
+    """Append the rows of this device to a file.
+
+    Args:
+        path: file of rows.
+        only: "copied" for the tiles of copied rows alone.
+        heads: heads of those tiles; 0 for any.
+        seed: of the shapes.
+    """
     clock = gpu_clock()
-    facts = environment(f"python -m lab.decode_tiles ROWS {only}".strip()) | device_facts()
+    command = f"python -m lab.decode_tiles ROWS {only} {heads or ''}".strip()
+    facts = environment(command) | device_facts()
     if only:
-        rows = measured(clock, [*SHAPES, *COPIED_SHAPES], list(copied_tiles()))
+        chosen = [tile for tile in all_copied_tiles() if heads in (0, tile.heads)]
+        rows = measured(clock, [*SHAPES, *COPIED_SHAPES], chosen)
     else:
         rows = measured(clock, shapes(seed), list(tiles(target_of(clock.device))))
     for row in rows:
@@ -146,4 +157,4 @@ def main(path: Path, only: str = "", seed: int = 7) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "".join(sys.argv[2:3]))
+    main(Path(sys.argv[1]), "".join(sys.argv[2:3]), int("".join(sys.argv[3:4]) or 0))

@@ -63,6 +63,9 @@ def test_v4s_rows_are_copied_by_every_nvidia_gpu_but_hopper():
             # 59 KiB a CTA, and 1 KiB that the driver has.
             kib = target.shared_bytes // 1024 + 1
             assert not chosen.copied or few.per_sm == min(kib // 60, 2)
+            # 115 KiB with two decoded blocks, 83 with one.
+            many = choose_tile(64, 640, 256, "float16", target, copied=True)
+            assert not many.copied or (many.heads, many.ahead) == (64, kib >= 116)
 
 
 def test_tiles_of_copied_rows_are_those_that_were_fastest():
@@ -86,11 +89,12 @@ WAVES = [
     Tile(16, 32, 4, copied=True, per_sm=2),
     Tile(16, 32, 4, copied=True),
     Tile(64, 32, 8, copied=True),
+    Tile(64, 32, 8, copied=True, ahead=True),
 ]
 
 
 @pytest.mark.parametrize(
-    "tile", WAVES, ids=["ahead", "two ahead", "two copied", "copied", "64 heads"]
+    "tile", WAVES, ids=["ahead", "two ahead", "two copied", "copied", "64 heads", "64 ahead"]
 )
 def test_waves_of_splits_end_no_later_than_whole_lists(tile):
     for ctas, keys in itertools.product((1, 8, 64, 154, 600), (1, 64, 640, 1152, 8192)):

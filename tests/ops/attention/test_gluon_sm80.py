@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from anymla.ops.attention import gluon_sm80_decode as kernels
 from anymla.ops.attention import sparse_attention
 from anymla.ops.attention import triton_decode_launch as launch
-from anymla.ops.attention.decode_config import COPIED_TIMES
+from anymla.ops.attention.decode_config import AHEAD_SHARED_BYTES, copied_tiles
 from anymla.ops.attention.triton_decode_combine import SUMS, AttentionOut, combine_float32
 from anymla.ops.device import target_of
 from anymla.testing.conformance.scene import Scene, scope
@@ -23,12 +23,14 @@ from anymla.testing.tolerance import assert_identical
 from crossrun.hopper import run as run_kernel
 
 CHANNELS = 512
-TILES = [(heads, times.warps) for heads, times in COPIED_TIMES.items()]
+TILES = sorted(
+    {(t.heads, t.warps, t.ahead) for large in (False, True) for t in copied_tiles(64, large=large)}
+)
 
 
 def run(made, splits=1, native=False, seed=0, replacements=None, tile=TILES[0]):
     """The kernel, and its partials combined if there are splits."""
-    q, (heads, warps) = made.q, tile
+    q, (heads, warps, ahead) = made.q, tile
     tokens, of, _ = q.shape
     scopes = [made.main] if made.extra is None else [made.main, made.extra]
     first, second = scopes[0], scopes[-1]
@@ -48,7 +50,7 @@ def run(made, splits=1, native=False, seed=0, replacements=None, tile=TILES[0]):
         *(cache.stride(0) // 4 for cache in (cache0, cache1)), splits, splits, 0, 1, 1,
         int(made.sink is not None), CHANNELS**-0.5, -torch.inf,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        HEADS=heads, TWO=len(scopes) > 1, SPLIT=splits > 1, NATIVE=native,
+        HEADS=heads, TWO=len(scopes) > 1, AHEAD=ahead, SPLIT=splits > 1, NATIVE=native,
         num_warps=warps, seed=seed, replacements=replacements,
     )  # fmt: skip
     if splits > 1:
@@ -137,15 +139,18 @@ def check_nan(call, code):
 @pytest.fixture(params=TILES, ids=str)
 def copied(request, monkeypatch):
     """Calls of Triton's backend, all of which must take this kernel, in one of its tiles."""
-    if target_of(torch.device("cuda")).name == "sm_90":
+    target = target_of(torch.device("cuda"))
+    if target.name == "sm_90":
         pytest.skip("Hopper has other kernels")
     choose = launch.choose_tile
-    heads, warps = request.param
+    heads, warps, ahead = request.param
+    if ahead and target.shared_bytes < AHEAD_SHARED_BYTES:
+        pytest.skip("shared memory holds one decoded block")
 
     def chosen(*given, **named):
         tile = choose(*given, **named)
         assert tile.copied
-        return dataclasses.replace(tile, heads=heads, warps=warps)
+        return dataclasses.replace(tile, heads=heads, warps=warps, ahead=ahead)
 
     monkeypatch.setattr(launch, "choose_tile", chosen)
 

@@ -453,7 +453,8 @@ class Tile:
         keys: listed rows per step, with the same limits as ``heads``.
         warps: warps per CTA.
         once: True to decode a row once for both products; see ``triton_decode.decode_tile``.
-        ahead: True to load the next block's rows while this block is computed.
+        ahead: True to load the next block's rows while this block is computed, and for ``copied``
+            tiles, which always do, to decode them as well.
         words: True to decode e4m3 codes four at a time.
         per_sm: CTAs that registers and shared memory of an SM hold; known of ``ahead`` and
             ``copied`` tiles.
@@ -523,12 +524,14 @@ COPIED_TIMES = {
     32: CopiedTimes(4, 2.7, 6.0, 3.05, 2.99, 1.3, -0.9, 0.00062),
     64: CopiedTimes(8, 5.8, 6.3, 3.48, 3.22, 1.0, -2.6, 0.00081),
 }
+# 64 heads with the next block decoded ahead, by 116 KiB of shared memory.
+COPIED_AHEAD_TIMES = CopiedTimes(8, 5.8, 9.8, 2.99, 2.77, 1.0, -2.6, 0.00081)
 COPIED_ROWS = 32  # rows in a step of them
 # Other coded rows there: a block is loaded while the one before is computed. 16 heads by words and
 # by 4 warps need this shared memory. 16 heads and 128 requests of 128 + 512 rows of V4: as sm_80
 # 55 us by 4 warps and 72 by 8, as sm_89 47 by 16 x 64. Tiles of other targets are those that spill
 # nothing.
-_AHEAD_SHARED_BYTES = 160 * _KIB
+AHEAD_SHARED_BYTES = 160 * _KIB
 # Plain rows there, as in prefill. 1,024 queries of 64 heads with 128 + 512 rows as sm_80: 756 us,
 # where 8 warps take 1,286; 16 heads 285 us, where 32 rows take 333; as sm_89 the same within 2 %.
 _MANY_PLAIN_HEADS, _FEW_PLAIN_HEADS = Tile(32, 32, 4), Tile(16, 64, 4)
@@ -643,7 +646,7 @@ def _ahead_tile(heads: int, target: Target, *, dense: bool) -> Tile:
     ``dense`` is True for V4.1's rows, which have more scales and are larger when decoded by words.
     """
     ampere = not target.native_e4m3
-    large = ampere and target.shared_bytes >= _AHEAD_SHARED_BYTES
+    large = ampere and target.shared_bytes >= AHEAD_SHARED_BYTES
     if heads > 16:
         return Tile(32, 32, 8, ahead=True)
     if large and not dense:
@@ -653,15 +656,27 @@ def _ahead_tile(heads: int, target: Target, *, dense: bool) -> Tile:
     return Tile(16, 32, 8, ahead=True, words=large)
 
 
+def copied_tiles(heads: int, *, large: bool) -> list[Tile]:
+    """List the tiles of ``gluon_sm80_decode`` that waste less than half of their heads.
+
+    Args:
+        heads: query heads.
+        large: True if an SM has ``AHEAD_SHARED_BYTES`` of shared memory.
+    """
+    return [
+        Tile(
+            each, COPIED_ROWS, times.warps, copied=True, ahead=large and each == 64,
+            per_sm=2 if large and each < 64 else 1,
+        )
+        for each, times in COPIED_TIMES.items()
+        if each < 2 * max(heads, 16)
+    ]  # fmt: skip
+
+
 @functools.lru_cache(1024)
 def _copied_tile(heads: int, keys: int, tokens: int | None, target: Target) -> Tile:
     """Choose the tile of ``gluon_sm80_decode`` whose call should end first; 16 heads for any."""
-    large = target.shared_bytes >= _AHEAD_SHARED_BYTES
-    tiles = [
-        Tile(each, COPIED_ROWS, times.warps, copied=True, per_sm=2 if large and each < 64 else 1)
-        for each, times in COPIED_TIMES.items()
-        if each < 2 * max(heads, 16)
-    ]
+    tiles = copied_tiles(heads, large=target.shared_bytes >= AHEAD_SHARED_BYTES)
     if tokens is None:
         return tiles[0]
     steps, sm_count = max(1, -(-keys // COPIED_ROWS)), target.sm_count
@@ -684,7 +699,7 @@ def _copied_us(
     Arguments are those of ``_splits_by_waves``; ``native`` is True where Triton converts e4m3 by an
     instruction.
     """
-    times = COPIED_TIMES[tile.heads]
+    times = COPIED_AHEAD_TIMES if tile.ahead else COPIED_TIMES[tile.heads]
     step = times.native_step if native else times.step
     us = times.call + _waves(ctas * splits, tile, sm_count, times.shared) * (
         times.start + -(-steps // splits) * step

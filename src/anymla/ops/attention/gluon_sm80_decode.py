@@ -7,7 +7,9 @@ is decoded once into shared memory, and is read there by both products.
 A warp multiplies 16 heads by one part of the channels in both products: scores are partial sums,
 which the warps of these heads add up through shared memory; the output needs no sum. So a warp
 reads only its own channels of a row, and keeps its part of the queries in registers. 4 warps are
-four parts of 16 heads or two of 32, 8 warps two parts of 64.
+four parts of 16 heads or two of 32, 8 warps two parts of 64. Where shared memory holds two decoded
+blocks (AHEAD), the next one is decoded beside the products of this one: 64 heads take the registers
+of an SM, so that no other CTA has work there meanwhile.
 
 A row is nine tiles of 64 bytes: seven blocks of codes, each with a scale byte, and the bfloat16
 tail. A thread copies and decodes 16 bytes of a row's tile. Codes are stored times ``LIFT`` as
@@ -153,8 +155,9 @@ def _or(a, b):
 
 @gluon.jit
 def _decode(
-    memory, PARTS: gl.constexpr, TILES: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr
-):
+    memory, buffer, PARTS: gl.constexpr, TILES: gl.constexpr, MODE: gl.constexpr,
+    NATIVE: gl.constexpr,
+):  # fmt: skip
     """Decode the copied block for both products, and store what masks its scores.
 
     Returns:
@@ -162,7 +165,8 @@ def _decode(
         and int32 [n, 32, 16] with one of them set if a code is NaN.
     """
     raw, rest, scales, valid, rows, bias = (
-        memory[0], memory[1], memory[2], memory[3], memory[4], memory[5]
+        memory[0], memory[1], memory[2], memory[3],
+        memory[4].index(buffer), memory[5].index(buffer),
     )  # fmt: skip
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, TILES))
     S: gl.constexpr = gl.BlockedLayout([1, _SCALES], [8, 4], [gl.num_warps(), 1], [1, 0])
@@ -210,6 +214,18 @@ def _decode(
     pairs = gl.permute(pairs, [0, 2, 1, 3])
     rows.store(gl.reshape(pairs, [PARTS, _ROWS, _CHANNELS // 2 // PARTS]))
     return inexact, spoiled
+
+
+@gluon.jit
+def _advance(
+    slots, block, buffer, span, rows0, rows1, memory, TILES: gl.constexpr, PARTS: gl.constexpr,
+    TWO: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr,
+):  # fmt: skip
+    """Decode the copied block, start copying ``block``, and load the slots of the one after it."""
+    bad, nan = _decode(memory, buffer, PARTS, TILES, MODE, NATIVE)
+    _start_copy(slots, block, span, rows0, rows1, memory, TILES, TWO)
+    slots = _load_slots(block + 1, span, rows0, rows1, gl.SliceLayout(0, TILES), TWO)
+    return bad, nan, slots
 
 
 @gluon.jit
@@ -273,14 +289,14 @@ def _channels(PARTS: gl.constexpr, L: gl.constexpr):
 @gluon.jit
 def _walk(
     queries, span, rows0, rows1, memory, HEADS: gl.constexpr, TWO: gl.constexpr,
-    MODE: gl.constexpr, NATIVE: gl.constexpr,
+    AHEAD: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr,
 ):  # fmt: skip
     """Attend to the blocks of a span, as ``triton_decode.walk`` does.
 
     Returns the reference exponents, float32 [HEADS], the sums of p and those of p times rows,
     [parts, HEADS, n], and a number that is not 0 if MODE 0 does not hold a row.
     """
-    words, bias, parts = memory[4], memory[5], memory[6]
+    both, bias, parts = memory[4], memory[5], memory[6]
     PARTS: gl.constexpr = _parts(HEADS, gl.num_warps())
     TILES: gl.constexpr = _rows_layout(4, gl.num_warps())
     L: gl.constexpr = gl.SliceLayout(0, TILES)
@@ -289,33 +305,45 @@ def _walk(
     DTYPE: gl.constexpr = gl.bfloat16 if MODE == 1 else gl.float16
     K: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
     P: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, order=[2, 1, 0])
-    rows = view(words, DTYPE, [PARTS, _ROWS, _CHANNELS // PARTS], K)
     all_parts = view(parts, gl.float32, [PARTS, HEADS, _ROWS], P)
     first, last = span[0], span[1]
 
     slots = _load_slots(first, span, rows0, rows1, L, TWO)
     _start_copy(slots, first, span, rows0, rows1, memory, TILES, TWO)
     slots = _load_slots(first + 1, span, rows0, rows1, L, TWO)
-    q, factor = _load_queries(queries, memory[7], MMA, HEADS, MODE)
+    q, factor = _load_queries(queries, both, MMA, HEADS, MODE)
     SHIFT: gl.constexpr = _SHIFT if MODE == 0 else 0.0
     highest = gl.full([HEADS], _NO_MAXIMUM, gl.float32, gl.SliceLayout(1, SCORES))
     count = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, SCORES))
     sums = gl.zeros([PARTS, HEADS, _CHANNELS // PARTS], gl.float32, MMA)
     inexact = gl.zeros([_ROWS], gl.int32, gl.SliceLayout(1, L))
     spoiled = gl.zeros([gl.num_warps() // 4, _ROWS, _TILE], gl.int32, TILES)
-    for block in range(first, last):
+    if AHEAD:
         async_copy.wait_group(0)
-        bad, nan = _decode(memory, PARTS, TILES, MODE, NATIVE)
-        inexact |= bad
-        spoiled |= nan
-        _start_copy(slots, block + 1, span, rows0, rows1, memory, TILES, TWO)
-        slots = _load_slots(block + 2, span, rows0, rows1, L, TWO)
+        inexact, spoiled, slots = _advance(
+            slots, first + 1, 0, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE, NATIVE
+        )
+    for block in range(first, last):
+        here = (block - first) & 1 if AHEAD else 0
+        rows = view(both.index(here), DTYPE, [PARTS, _ROWS, _CHANNELS // PARTS], K)
+        async_copy.wait_group(0)
+        if not AHEAD:
+            bad, nan, slots = _advance(
+                slots, block + 1, 0, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE, NATIVE
+            )
         keys = rows.permute([0, 2, 1]).load(gl.DotOperandLayout(1, MMA, 2))
         all_parts.store(mma_v2(q, keys, gl.zeros([PARTS, HEADS, _ROWS], gl.float32, MMA)))
+        if AHEAD:
+            bad, nan, slots = _advance(
+                slots, block + 2, 1 - here, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE,
+                NATIVE,
+            )  # fmt: skip
+        inexact |= bad
+        spoiled |= nan
         s = parts.index(0).load(SCORES)
         for part in gl.static_range(1, PARTS):
             s += parts.index(part).load(SCORES)
-        masked = gl.expand_dims(bias.load(gl.SliceLayout(0, SCORES)), 0)
+        masked = gl.expand_dims(bias.index(here).load(gl.SliceLayout(0, SCORES)), 0)
         s = s * gl.expand_dims(factor, 1) + masked
         peak = gl.maximum(highest, gl.max(s, 1))
         decay = gl.exp2(highest - peak)
@@ -350,7 +378,8 @@ def decode_mma_kernel(
     H, K0, K1, limit0, limit1, list_stride0, list_stride1, shift0, shift1, step0, step1,
     splits, total, at,
     has_length0, has_length1, has_sink, scale, empty, q_token, q_head, out_token, out_head,
-    HEADS: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr, NATIVE: gl.constexpr,
+    HEADS: gl.constexpr, TWO: gl.constexpr, AHEAD: gl.constexpr, SPLIT: gl.constexpr,
+    NATIVE: gl.constexpr,
 ):  # fmt: skip
     """Attend one token to a split of its lists; arguments are those of ``decode_kernel``.
 
@@ -386,27 +415,29 @@ def decode_mma_kernel(
     rest = gl.allocate_shared_memory(gl.int32, [_ROWS, _TILE], TILE)
     scales = gl.allocate_shared_memory(gl.int32, [_ROWS, _SCALES], TILE)
     valid = gl.allocate_shared_memory(gl.int32, [_ROWS], LINE)
-    bias = gl.allocate_shared_memory(gl.float32, [_ROWS], LINE)
+    BUFFERS: gl.constexpr = 2 if AHEAD else 1
+    bias = gl.allocate_shared_memory(gl.float32, [BUFFERS, _ROWS], LINE)
     # Decoded rows, and scores of 64 heads behind them: queries of 64 heads need both.
     WHOLE: gl.constexpr = HEADS > _ROWS
     PARTS: gl.constexpr = _parts(HEADS, gl.num_warps())
     both = gl.allocate_shared_memory(
-        gl.int32, [2 if WHOLE else 1, PARTS, _ROWS, _CHANNELS // 2 // PARTS],
+        gl.int32, [BUFFERS + WHOLE, PARTS, _ROWS, _CHANNELS // 2 // PARTS],
         gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0]),
     )  # fmt: skip
-    words = both.index(0)
     S: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
     if WHOLE:
-        parts = view(both.index(1), gl.float32, [PARTS, HEADS, _ROWS], S)
+        parts = view(both.index(BUFFERS), gl.float32, [PARTS, HEADS, _ROWS], S)
     else:
         parts = gl.allocate_shared_memory(gl.float32, [PARTS, HEADS, _ROWS], S)
-    memory = (raw, rest, scales, valid, words, bias, parts, both)
-    top, count, sums, unseen = _walk(queries, span, rows0, rows1, memory, HEADS, TWO, 0, NATIVE)
+    memory = (raw, rest, scales, valid, both, bias, parts)
+    top, count, sums, unseen = _walk(
+        queries, span, rows0, rows1, memory, HEADS, TWO, AHEAD, 0, NATIVE
+    )
     if unseen != unseen:
         # Addresses are computed again: those of the first walk would be kept, and spill.
         again = (opaque(span[0]), span[1], span[2])
         top, count, sums, unseen = _walk(
-            queries, again, rows0, rows1, memory, HEADS, TWO, 1, NATIVE
+            queries, again, rows0, rows1, memory, HEADS, TWO, AHEAD, 1, NATIVE
         )
 
     MMA: gl.constexpr = _mma_layout(HEADS, gl.num_warps())

@@ -266,7 +266,7 @@ def _launch(
             int(first.lengths is not None), int(second.lengths is not None),
             int(sink is not None), scan.scale, to.empty_lse,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-            HEADS=tile.heads, TWO=len(lists) > 1, SPLIT=total > 1,
+            HEADS=tile.heads, TWO=len(lists) > 1, AHEAD=tile.ahead, SPLIT=total > 1,
             NATIVE=bool(scan.target.native_e4m3), num_warps=tile.warps,
         )  # fmt: skip
         return
