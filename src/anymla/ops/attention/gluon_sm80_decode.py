@@ -218,14 +218,18 @@ def _decode(
 
 @gluon.jit
 def _advance(
-    slots, block, buffer, span, rows0, rows1, memory, TILES: gl.constexpr, PARTS: gl.constexpr,
+    state, block, buffer, span, rows0, rows1, memory, TILES: gl.constexpr, PARTS: gl.constexpr,
     TWO: gl.constexpr, MODE: gl.constexpr, NATIVE: gl.constexpr,
 ):  # fmt: skip
-    """Decode the copied block, start copying ``block``, and load the slots of the one after it."""
+    """Decode the copied block, start copying ``block``, and load the slots of the one after it.
+
+    ``state`` is the slots of ``block``, and what ``_decode`` returned of all blocks before.
+    """
     bad, nan = _decode(memory, buffer, PARTS, TILES, MODE, NATIVE)
-    _start_copy(slots, block, span, rows0, rows1, memory, TILES, TWO)
+    inexact, spoiled = state[1] | bad, state[2] | nan
+    _start_copy(state[0], block, span, rows0, rows1, memory, TILES, TWO)
     slots = _load_slots(block + 1, span, rows0, rows1, gl.SliceLayout(0, TILES), TWO)
-    return bad, nan, slots
+    return slots, inexact, spoiled
 
 
 @gluon.jit
@@ -318,28 +322,27 @@ def _walk(
     sums = gl.zeros([PARTS, HEADS, _CHANNELS // PARTS], gl.float32, MMA)
     inexact = gl.zeros([_ROWS], gl.int32, gl.SliceLayout(1, L))
     spoiled = gl.zeros([gl.num_warps() // 4, _ROWS, _TILE], gl.int32, TILES)
+    state = (slots, inexact, spoiled)
     if AHEAD:
         async_copy.wait_group(0)
-        inexact, spoiled, slots = _advance(
-            slots, first + 1, 0, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE, NATIVE
+        state = _advance(
+            state, first + 1, 0, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE, NATIVE
         )
     for block in range(first, last):
         here = (block - first) & 1 if AHEAD else 0
         rows = view(both.index(here), DTYPE, [PARTS, _ROWS, _CHANNELS // PARTS], K)
         async_copy.wait_group(0)
         if not AHEAD:
-            bad, nan, slots = _advance(
-                slots, block + 1, 0, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE, NATIVE
+            state = _advance(
+                state, block + 1, 0, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE, NATIVE
             )
         keys = rows.permute([0, 2, 1]).load(gl.DotOperandLayout(1, MMA, 2))
         all_parts.store(mma_v2(q, keys, gl.zeros([PARTS, HEADS, _ROWS], gl.float32, MMA)))
         if AHEAD:
-            bad, nan, slots = _advance(
-                slots, block + 2, 1 - here, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE,
+            state = _advance(
+                state, block + 2, 1 - here, span, rows0, rows1, memory, TILES, PARTS, TWO, MODE,
                 NATIVE,
             )  # fmt: skip
-        inexact |= bad
-        spoiled |= nan
         s = parts.index(0).load(SCORES)
         for part in gl.static_range(1, PARTS):
             s += parts.index(part).load(SCORES)
@@ -363,8 +366,8 @@ def _walk(
     unseen = 0.0
     if MODE == 0:
         # x * 0 is NaN if x is not finite: what float16 does not hold shows in these.
-        lost = gl.max(inexact & -0x7F7F7F80 != 0, 0)
-        lost |= gl.max(gl.max(gl.max(spoiled & -0x7F7F7F80 != 0, 2), 1), 0)
+        lost = gl.max(state[1] & -0x7F7F7F80 != 0, 0)
+        lost |= gl.max(gl.max(gl.max(state[2] & -0x7F7F7F80 != 0, 2), 1), 0)
         unseen = gl.sum(count * 0.0, 0) + gl.sum(gl.sum(gl.sum(sums * 0.0, 2), 1), 0)
         unseen = gl.where(lost != 0, float("nan"), unseen)
         sums = sums * gl.where(_channels(PARTS, MMA) < _NOPE, 1.0 / _LIFT, 1.0)
