@@ -142,7 +142,7 @@ def main(path: Path, only: str = "", heads: int = 0, seed: int = 7) -> None:
         path: file of rows.
         only: "copied" for the tiles of copied rows alone.
         heads: heads of those tiles; 0 for any.
-        seed: of the shapes.
+        seed: seed of the shapes that are drawn.
     """
     clock = gpu_clock()
     command = f"python -m lab.decode_tiles ROWS {only} {heads or ''}".strip()

@@ -663,7 +663,7 @@ def copied_tiles(heads: int, *, large: bool) -> list[Tile]:
     """List the tiles of ``gluon_sm80_decode`` that waste less than half of their heads.
 
     Args:
-        heads: query heads.
+        heads: number of query heads.
         large: True if an SM has ``AHEAD_SHARED_BYTES`` of shared memory.
     """
     return [
