@@ -64,8 +64,12 @@ class Nemo:
             for name, value in self.model.state_dict_adapter.from_hf(stored).items()
         }
         found = self.model.load_state_dict(state, strict=False)
-        left = [name for name in found.missing_keys if "engram_hash" not in name]
+        unread = ("engram_hash", "bias_vl")
+        left = [name for name in found.missing_keys if not any(each in name for each in unread)]
         assert not left, left
+        for name, value in self.model.named_parameters():
+            if name.endswith("bias_vl"):  # of image tokens: seen if a text's token used it
+                value.data.fill_(torch.nan)
         assert not found.unexpected_keys, found.unexpected_keys
         self.config = config.text_config
 

@@ -1,6 +1,6 @@
-"""Write ``nemo_recorded.json``: a little of what nemo-automodel computes for small models.
+"""Write some of what nemo-automodel computes for small models, and log-probabilities for vLLM's.
 
-PYTHONPATH=src:DIRECTORY_WITH_NEMO python tests/model/record_nemo.py
+PYTHONPATH=src:DIRECTORY_WITH_NEMO:tests/engines/vllm python tests/model/record_nemo.py
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 RECORDED_DRAFTS = Path(__file__).with_name("nemo_drafts_recorded.json")
 RECORDED = Path(__file__).with_name("nemo_recorded.json")
+_FOR_VLLM = Path(__file__).parents[1] / "engines" / "vllm" / "nemo_log_probabilities.json"
 POSITIONS = (0, 1, 2, 15, 16, 50, 96)
 _CHANNELS, _TOKENS = 2, 6
 # Guesses of a block behind token 9.
@@ -48,6 +50,24 @@ def main() -> None:
         }
     RECORDED.write_text(json.dumps(recorded, separators=(",", ":")) + "\n", encoding="utf-8")
     _record_drafts()
+    _record_log_probabilities()
+
+
+def _record_log_probabilities() -> None:
+    """Record those of prompts' tokens after the first, with the model that vLLM's tests serve."""
+    from inputs import V41_LENGTHS, prompt_of, v41_twin
+    from nemo_reference import Nemo
+
+    recorded = {}
+    with tempfile.TemporaryDirectory() as directory:
+        model = Nemo(v41_twin(Path(directory)))
+        for length in V41_LENGTHS:
+            prompt = prompt_of(length)
+            scored = model.run(prompt)[0].logits[:-1].log_softmax(-1)
+            taken = scored.gather(1, torch.tensor(prompt[1:]).unsqueeze(1))
+            (recorded[str(length)],) = _rounded(taken.T)
+    text = json.dumps(recorded, separators=(",", ":")) + "\n"
+    _FOR_VLLM.write_text(text, encoding="utf-8")
 
 
 def _record_drafts() -> None:
