@@ -97,8 +97,11 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@$(call pip,$(VLLM_VENV),--no-deps --editable .)
 	@touch $(VLLM_READY)
 
-test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pytest -m "not slow" tests/engines/vllm
+# Every second file each, which take as long as the others; with -j 2 beside each other.
+test-vllm: test-vllm-0 test-vllm-1
+
+test-vllm-%: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest -m "not slow" $$(ls tests/engines/vllm/test_*.py | awk 'NR % 2 == $*')
 
 $(SGLANG_READY): $(READY) constraints-sglang.txt
 	@echo "installing into $(SGLANG)"
