@@ -126,6 +126,7 @@ scenario = st.fixed_dictionaries(
         "decode": st.sampled_from(["plain", "fixed"]),
         "erratic": st.booleans(),
         "adapt": st.booleans(),
+        "ahead": st.booleans(),
         "seed": st.integers(0, 1000),
     }
 )
@@ -133,7 +134,11 @@ scenario = st.fixed_dictionaries(
 
 @given(scenario=scenario)
 def test_tokens_depend_on_the_request_alone(scenario):
-    """Random traffic; drafts are the right ones, some are then replaced by right or random ones."""
+    """Random traffic; drafts are the right ones, some are then replaced by right or random ones.
+
+    A step that is launched before the one before it has ended verifies the drafts on the device, so
+    that none can be replaced.
+    """
     requests = [
         Request(
             str(number),
@@ -159,6 +164,7 @@ def test_tokens_depend_on_the_request_alone(scenario):
         max_seq_len=340,
         decode=scenario["decode"],
         adapt_drafts=scenario["adapt"],
+        run_ahead=scenario["ahead"],
     )
     rng = random.Random(scenario["seed"])
 
@@ -172,7 +178,8 @@ def test_tokens_depend_on_the_request_alone(scenario):
                 state.drafts[i] = rng.randrange(VOCAB)
 
     engine = Engine(FakeBlockModel(erratic=scenario["erratic"]), options)
-    together, _ = _run(engine, requests, scenario["join_at"][: len(requests)], replace)
+    join_at = scenario["join_at"][: len(requests)]
+    together, _ = _run(engine, requests, join_at, None if scenario["ahead"] else replace)
     for name, expected in alone.items():
         assert together[name].token_ids == expected.token_ids
         assert together[name].finish_reason == expected.finish_reason
